@@ -19,13 +19,14 @@ from medusa.data.arguments import at_least
 from medusa.formats import load_provenance
 from medusa.io.inspect import inspect_heads
 from medusa.train.__main__ import main as train
+from medusa.train.config import REMEMBERING
 from medusa.train.recipe_file import RecipeError, parse_overrides, read_recipe
 from medusa.train.run_directory import RunDirectory
 
 RECIPE = Path(__file__).parents[1] / "train/recipes/embedded.yaml"
 """That of the demo, which has made the data."""
-DECISIVE = ("base.", "data.", "heads.num_heads", "heads.feature_layers")
-"""Keys that affect the base's hidden states that a run reads."""
+DECISIVE = ("base.", "data.", "heads.num_heads", "heads.feature_layers", "heads.last_layer")
+"""Keys that affect the base's hidden states that a run reads, as its memory does (``REMEMBERING``)."""
 COLUMNS = [
     ("heads", "{variant}"), ("parameters", "{parameters:,}"), ("tokens per step", "{tokens_per_step:.2f}"),
     ("of each seed", "{seeds}"), ("top-1 of each head", "{top1}"), ("seconds", "{seconds:.0f}"),
@@ -79,6 +80,7 @@ def _plan(
     for name, keys in variants.items():
         chosen = {"cache.mode": "hybrid", **common, **keys}
         states = repr(sorted((key, value) for key, value in chosen.items() if key.startswith(DECISIVE)))
+        states += str(chosen.get("heads.architecture") in REMEMBERING)
         kept = {"cache.directory": str(options.out / f"hidden-{hashlib.sha256(states.encode()).hexdigest()[:8]}")}
         runs[name] = [
             {**kept, **chosen, "optim.seed": str(seed), "run": str(options.out / name / f"seed-{seed}")}

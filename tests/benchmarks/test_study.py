@@ -7,7 +7,12 @@ import pytest
 from medusa.benchmarks.study import main
 from tests.train.jobs import write_recipe
 
-VARIANTS = "one: {heads.architecture: medusa}\ntwo: {heads.architecture: recurrent, optim.loss: kl}\n"
+VARIANTS = """
+one: {heads.architecture: medusa}
+two: {heads.architecture: recurrent, optim.loss: kl}
+three: {heads.architecture: block}
+four: {heads.architecture: attention}
+"""
 
 
 @pytest.fixture
@@ -22,14 +27,14 @@ def words(tmp_path, base_directory, samples, heldout):
 def test_variants_are_trained_once_and_compared(words, tmp_path, capsys):
     assert main([*words, "--seeds", "2"]) == 0
     report = json.loads((tmp_path / "out" / "report.json").read_text())
-    assert [row["variant"] for row in report["rows"]] == list(report["variants"]) == ["one", "two"]
+    assert [row["variant"] for row in report["rows"]] == list(report["variants"]) == ["one", "two", "three", "four"]
     for row in report["rows"]:
         steps = [figures["heldout_tokens_per_step"] for figures in row["figures"]]
         assert len(steps) == 2
         assert row["tokens_per_step"] == sum(steps) / 2 >= 1
         assert len(row["top1"].split(", ")) == 3
     assert "| two |" in (tmp_path / "out" / "report.md").read_text()
-    assert len(list((tmp_path / "out").glob("hidden-*"))) == 1, "runs that read the same layers share hidden states"
+    assert len(list((tmp_path / "out").glob("hidden-*"))) == 2, "runs that read the same positions share hidden states"
     weights = tmp_path / "out" / "two" / "seed-1" / "heads" / "heads.safetensors"
     trained = weights.stat().st_mtime_ns
     assert main([*words, "--seeds", "2"]) == 0
