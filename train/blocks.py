@@ -5,6 +5,8 @@ has a less noisy gradient. So the rows of several steps form a block, and a perm
 among its steps. The base still reads each row once. All of this is a function of the seed and the step, and the same
 for any number of processes: each process takes a share of the block's rows, and in a step the positions of those rows.
 
+Heads that remember read whole documents in each step of a block, and guess at the step's positions only.
+
 Shapes: M positions, U positions whose hidden states are teachers, K heads, D hidden size, F width of the base's hidden
 states (D, or a multiple of it with feature layers).
 """
@@ -51,14 +53,13 @@ class Block:
         rank: rank of this process.
         world_size: number of processes.
         hidden_size: D; None = F, without feature layers.
-        whole: keep documents whole, for heads that remember; then a block is one step.
+        whole: keep documents whole, for heads that remember.
     """
 
     def __init__(
         self, optim: OptimRecipe, packed: PackedRows, num_heads: int, first: int, steps: int, rank: int,
         world_size: int, hidden_size: int | None = None, whole: bool = False,
     ) -> None:  # fmt: skip
-        assert steps == 1 or not whole, "positions of whole documents cannot be mixed"
         self.first, self._rank, self._soft, self._hidden_size = first, rank, optim.loss != "ce", hidden_size
         chain = [rows_of_step(optim.seed, first + step, optim.rows_per_step, len(packed)) for step in range(steps)]
         rows = torch.cat(chain)
@@ -85,7 +86,7 @@ class Block:
             self._hidden_MF = states.read(self.rows)
         start, pieces = self._bounds[self._rank], self._rows_of(size) if self._whole else self._dealt(step, size)
         for number, piece in enumerate(pieces, start=1):
-            yield self._micro_batch(piece, start), number == len(pieces)
+            yield self._micro_batch(piece, start, step), number == len(pieces)
 
     def _dealt(self, step: int, size: int) -> list[Tensor]:
         """This process's positions of a step, as indices among its positions of the block, in micro-batches."""
@@ -95,20 +96,21 @@ class Block:
         return [mine[number * size : (number + 1) * size] for number in range(max(1, -(-most // size)))]
 
     def _rows_of(self, count: int) -> list[Tensor]:
-        """The same as `_dealt` for whole documents: the positions of `count` rows at a time."""
+        """The same as `_dealt` for whole documents: all positions of `count` rows at a time."""
         start, end = self._bounds[self._rank : self._rank + 2]
         ends = self.positions.per_row.cumsum(0) - start
         rows = [0, *ends[(ends > 0) & (ends <= end - start)].tolist()]
         firsts = [rows[min(row, len(rows) - 1)] for row in range(0, self._most_rows + count, count)]
         return [torch.arange(first, last) for first, last in pairwise(firsts)]
 
-    def _micro_batch(self, index_M: Tensor, start: int) -> MicroBatch:
+    def _micro_batch(self, index_M: Tensor, start: int, step: int) -> MicroBatch:
         assert self._hidden_MF is not None
         device, positions = self._hidden_MF.device, self.positions
+        others_M1 = self._steps_M[start + index_M, None] != step - self.first  # in whole documents
         batch = (
             self._hidden_MF[index_M, :].float(),
             positions.path[start + index_M].to(device),
-            positions.targets[start + index_M, 1:].to(device),
+            positions.targets[start + index_M, 1:].masked_fill(others_M1, IGNORE).to(device),
         )
         places_M = positions.places[start + index_M].to(device)
         if not self._soft:

@@ -126,7 +126,8 @@ class OptimRecipe:
     """Packed rows per optimizer step over all processes."""
     mix_steps: int = _limits(1, low=0)
     """Number of steps whose positions are shuffled together, so that each step sees all of their documents; 0 = those
-    of a whole pass over the data, which needs a cache of hidden states (cache.mode offline or hybrid)."""
+    of a whole pass over the data, which needs a cache of hidden states (cache.mode offline or hybrid) and heads without
+    a cache of their own."""
     micro_rows: int = _limits(2, low=1, resume=True)
     """Packed rows per process and pass of the base; lower it when memory runs out (the result is the same)."""
     seed: int = _limits(0, low=0)

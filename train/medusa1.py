@@ -1,6 +1,6 @@
 """Medusa-1: the base is frozen, so positions of many rows can be mixed and hidden states may come from the disk.
 
-Heads that remember read whole documents, whose positions cannot be mixed.
+Heads that remember read whole documents in every step.
 
 Shapes: M kept positions, K heads.
 """

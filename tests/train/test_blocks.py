@@ -118,17 +118,38 @@ def test_a_teacher_stands_where_the_base_says_the_label(packed: PackedRows, mix_
     assert checked > 50
 
 
-def test_whole_documents_stay_in_rows_for_any_number_of_processes(packed: PackedRows) -> None:
-    """Two rows at a time, prompts too, and as many micro-batches on every process."""
-    optim = OptimRecipe(rows_per_step=5, seed=3)
-
+def whole_documents(packed: PackedRows) -> NumberedStates:
     class Counted(NumberedStates):
         def _count(self, row: int) -> int:
             return int(packed.lengths[row])
 
+    return Counted(packed)
+
+
+def test_whole_documents_share_their_labels_among_the_steps_of_a_block(packed: PackedRows) -> None:
+    optim, counts = OptimRecipe(rows_per_step=2, seed=3), []
+    block = Block(optim, packed, HEADS, first=0, steps=3, rank=0, world_size=1, whole=True)
+    labels = block.positions.targets[:, 1:]
+    every = torch.full_like(labels, IGNORE)
+    for step in range(3):
+        batches = [batch for batch, _ in block.micro_batches(step, whole_documents(packed), 4)]
+        assert len(torch.cat([batch.hidden for batch in batches])) == len(labels), "each step reads all documents"
+        own = torch.cat([batch.labels for batch in batches])
+        assert (every[own != IGNORE] == IGNORE).all(), "no label belongs to two steps"
+        every = torch.where(own == IGNORE, every, own)
+        assert (own != IGNORE).sum(0).tolist() == block.label_counts(step)[1:].tolist()
+        counts.append(int((own != IGNORE).sum()))
+    assert torch.equal(every, labels)
+    assert min(counts) > 0.5 * max(counts)
+
+
+def test_whole_documents_stay_in_rows_for_any_number_of_processes(packed: PackedRows) -> None:
+    """Two rows at a time, prompts too, and as many micro-batches on every process."""
+    optim = OptimRecipe(rows_per_step=5, seed=3)
+
     def step(world_size: int) -> list[list[MicroBatch]]:
         blocks = [Block(optim, packed, HEADS, 2, 1, rank, world_size, whole=True) for rank in range(world_size)]
-        return [[batch for batch, _ in block.micro_batches(2, Counted(packed), 2)] for block in blocks]
+        return [[batch for batch, _ in block.micro_batches(2, whole_documents(packed), 2)] for block in blocks]
 
     alone = step(1)
     assert [len(batch.hidden[:, 0].unique()) for batch in alone[0]] == [2, 2, 1]

@@ -114,7 +114,7 @@ def test_a_block_sees_nothing_behind_its_root(frozen: BaseModel, heads: DraftHea
 @pytest.mark.parametrize(
     ("kind", "way"),
     [
-        ("attention", {}), ("attention", {"cache.mode": "hybrid"}), ("attention", {"lora.rank": 2}),
+        ("attention", {}), ("attention", {"cache.mode": "hybrid", "optim.mix_steps": 4}), ("attention", {"lora.rank": 2}),
         ("block", {}), ("block", {"cache.mode": "hybrid", "heads.own_lm_heads": True}),
         ("block", {"lora.rank": 2, "heads.mask_token": 3}),
     ],
@@ -136,7 +136,7 @@ def test_they_learn_and_a_killed_run_ends_as_another(
 
 def test_what_they_cannot_be_is_refused(recipe: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for kind, values in RECIPES.items():
-        assert run(recipe, tmp_path, **values, **{"optim.mix_steps": 4}) == 2
-        assert f"optim.mix_steps (4) takes documents apart, which {kind} heads read whole; set it to 1" in caplog.text
+        assert run(recipe, tmp_path, **values, **{"optim.mix_steps": 0}) == 2
+        assert f"optim.mix_steps (0) lets {kind} heads read all documents in every step; set it to 16" in caplog.text
     assert run(recipe, tmp_path, **RECIPES["attention"], **{"heads.num_layers": 2}) == 2
     assert "heads.num_layers (2) is not for attention heads, which are one layer; set it to 1" in caplog.text
