@@ -114,7 +114,8 @@ def test_a_block_sees_nothing_behind_its_root(frozen: BaseModel, heads: DraftHea
 @pytest.mark.parametrize(
     ("kind", "way"),
     [
-        ("attention", {}), ("attention", {"cache.mode": "hybrid", "optim.mix_steps": 4}), ("attention", {"lora.rank": 2}),
+        ("attention", {}), ("attention", {"lora.rank": 2}),
+        ("attention", {"cache.mode": "hybrid", "optim.mix_steps": 4}),
         ("block", {}), ("block", {"cache.mode": "hybrid", "heads.own_lm_heads": True}),
         ("block", {"lora.rank": 2, "heads.mask_token": 3}),
     ],
