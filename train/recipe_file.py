@@ -91,7 +91,7 @@ def _conflicts(recipe: Recipe) -> list[str]:
         (heads == "attention" and recipe.heads.num_layers > 1,
          f"heads.num_layers ({recipe.heads.num_layers}) is not for attention heads, which are one layer; set it to 1"),
         (heads in REMEMBERING and not mix,
-         f"optim.mix_steps (0) lets {heads} heads read all documents in every step; set it to 16 or so"),
+         f"optim.mix_steps (0) lets {heads} heads read all documents in every step; set it to 4 or so"),
         (joint and stage == 3, "engine.zero_stage (3) cannot split adapters; set it to 0, 1 or 2, or lora.rank to 0"),
         (joint and shard, "base.shard holds a frozen base; set it to false, or lora.rank to 0"),
         (shard and cache != "online",
