@@ -138,6 +138,6 @@ def test_they_learn_and_a_killed_run_ends_as_another(
 def test_what_they_cannot_be_is_refused(recipe: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for kind, values in RECIPES.items():
         assert run(recipe, tmp_path, **values, **{"optim.mix_steps": 0}) == 2
-        assert f"optim.mix_steps (0) lets {kind} heads read all documents in every step; set it to 4 or so" in caplog.text
+        assert f"optim.mix_steps (0) lets {kind} heads read all documents in every step; set it to 4" in caplog.text
     assert run(recipe, tmp_path, **RECIPES["attention"], **{"heads.num_layers": 2}) == 2
     assert "heads.num_layers (2) is not for attention heads, which are one layer; set it to 1" in caplog.text
