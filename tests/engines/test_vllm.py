@@ -79,7 +79,7 @@ def heads(answers: Path, directory: Path) -> DraftHeads:
 @pytest.fixture(scope="module")
 def attention_heads(answers: Path, directory: Path) -> DraftHeads:
     """Likewise, with the norms of EAGLE 3.1."""
-    shape = {"num_heads": DRAFTED, "architecture": "attention", "feature_layers": 3}
+    shape = {"num_heads": DRAFTED, "architecture": "attention", "feature_layers": 3, "last_layer": False}
     return trained(answers, directory / "attention", shape, lr=1e-3)
 
 
