@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from medusa import MedusaModel, Request, SamplingParams, Speculation
-from medusa.base.taps import spread_layers
 from medusa.clock import seconds
 from medusa.data.exchange import BATCH, Prompt, Settings
 from medusa.data.packing import pack
@@ -23,7 +22,7 @@ from medusa.loading.separation import choose_separation
 from medusa.train.base import load_base
 from medusa.train.config import CacheRecipe, Recipe
 from medusa.train.features import BasePass
-from medusa.train.fresh_heads import fresh_heads
+from medusa.train.fresh_heads import feature_layers, fresh_heads
 from medusa.train.medusa1 import Medusa1
 from medusa.train.schedule import head_weights
 from medusa.train.workers import Value, Workers
@@ -152,7 +151,7 @@ def training(recipe: Recipe, texts: Sequence[tuple[Sequence[int], Sequence[int]]
     here = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     workers, optim = _Alone(0, 1, here), recipe.optim
     base = choose_decoding(load_base(recipe.base, workers))
-    base, device = base.tapped(spread_layers(recipe.heads.feature_layers, base.num_layers)), base.device
+    base, device = base.tapped(feature_layers(recipe.heads, base.num_layers)), base.device
     packed = pack([_sample(*text) for text in texts if text[1]], recipe.data.row_tokens)
     base = choose_separation(base, packed.input_ids[0].long())
     # As in `Medusa1`.
