@@ -197,6 +197,8 @@ def import_deepspeed(device: torch.device) -> Any:
     os.environ.setdefault("DS_ACCELERATOR", device.type)  # otherwise it probes devices, and warns of a CPU
     # DeepSpeed calls collectives under names that torch 2.13 is about to rename.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+    # The backward pass has a thread of its own, whose first product finds the device by itself.
+    warnings.filterwarnings("ignore", message="Attempting to run cuBLAS, but there was no current CUDA context")
     import deepspeed
 
     # Otherwise the first start on a CPU compiles a shared-memory all-reduce into the home directory for half a minute.

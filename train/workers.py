@@ -62,7 +62,7 @@ class Workers:
         if cuda:
             torch.cuda.set_device(here)
         if not dist.is_initialized():
-            dist.init_process_group("nccl" if cuda else "gloo", timeout=TIMEOUT)
+            dist.init_process_group("nccl" if cuda else "gloo", timeout=TIMEOUT, device_id=here if cuda else None)
             atexit.register(dist.destroy_process_group)  # not earlier: DeepSpeed keeps references to the groups
         return Workers(dist.get_rank(), dist.get_world_size(), here, stop)
 

@@ -11,6 +11,7 @@ passes between the recorded steps.
 
 import dataclasses
 import logging
+import warnings
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
@@ -56,14 +57,21 @@ NOBODY: Latest = MappingProxyType({})
 
 def cuda_recorder() -> Record:
     """Records CUDA graphs that share one memory pool, so only one of them may run at a time."""
-    pool = torch.cuda.graph_pool_handle()
+    pool, kept = torch.cuda.graph_pool_handle(), list[torch.cuda.CUDAGraph]()
 
-    def record(function: Replay) -> Replay:
+    def capture(function: Replay) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
         # "thread_local": other threads may allocate memory during the capture.
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             function()
-        return graph.replay
+        return graph
+
+    def record(function: Replay) -> Replay:
+        if not kept:  # torch refuses a pool whose graphs were all freed: this one is as old as the recorder
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
+                kept.append(capture(lambda: None))
+        return capture(function).replay
 
     return record
 
@@ -192,7 +200,8 @@ class StepGraphs:
     """
 
     def __init__(self, base: BaseModel, record: Record | None = None) -> None:
-        self._base, self._record = base, record or cuda_recorder()
+        self._base, self._given = base, record
+        self._record = record or cuda_recorder()
         self._idle: list[_Bucket] = []
         self._pool: BlockPool | None = None
         self._failed = False
@@ -223,8 +232,9 @@ class StepGraphs:
         return EagerSteps(base, sequences, drafter, rule, state)
 
     def clear(self) -> None:
-        """Free the buckets and the pool that are kept between calls."""
+        """Free the buckets, the pool and the graphs' memory that are kept between calls."""
         self._idle, self._pool = [], None
+        self._record = self._given or cuda_recorder()
 
     def lend(
         self,

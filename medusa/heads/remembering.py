@@ -77,7 +77,7 @@ class RememberingHeads(DraftHeads):
         scaled = self.lm_heads if self.gain is None else self.gain
         if last_norm_D is not None and scaled is not None:
             with torch.no_grad():
-                scaled.mul_(last_norm_D)
+                scaled.mul_(last_norm_D.to(scaled.device))
 
     def fuse(self, hidden: Tensor) -> Tensor:
         """The input [..., D] of the layers, made of the base's hidden states [..., F]."""

@@ -55,7 +55,7 @@ def contents(outputs):
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_a_graph_writes_what_eager_steps_write(models, drafter, settings, caplog, monkeypatch):
     graphed, eager = models
-    monkeypatch.setattr("medusa.engine.generate.HEADROOM", 1)  # buffers move on the way
+    monkeypatch.setattr("medusa.engine.graph.SHORTEST", 32)  # texts outgrow their buckets on the way
     options = {"max_new_tokens": 48, "drafter": DRAFTERS[drafter](graphed)} | SETTINGS[settings]
     with caplog.at_level(logging.INFO, "medusa.engine.graph"):
         for prompts in (PROMPTS[:1], PROMPTS, PROMPTS[::-1]):
@@ -103,12 +103,27 @@ def test_replays_wait_for_nothing_and_keep_their_memory(models):
     assert (torch.cuda.memory_allocated(), torch.cuda.memory_reserved()) == (used, reserved)
 
 
-def test_what_is_kept_can_be_freed(models):
+def test_what_is_kept_can_be_freed(models, caplog):
     graphed, used = models[0], []
-    for _ in range(2):  # what kernels keep for themselves is there after the first time
-        graphed.generate(PROMPTS, max_new_tokens=8)
-        kept = torch.cuda.memory_allocated()
-        graphed.release()
-        used.append(torch.cuda.memory_allocated())
-        assert used[-1] < kept
+    with caplog.at_level(logging.INFO, "medusa.engine.graph"):
+        for _ in range(2):  # what kernels keep for themselves is there after the first time
+            graphed.generate(PROMPTS, max_new_tokens=8)
+            kept = torch.cuda.memory_allocated()
+            graphed.release()
+            used.append(torch.cuda.memory_allocated())
+            assert used[-1] < kept
     assert used[0] == used[1]
+    assert not caplog.records, "nothing ran eagerly"
+
+
+def test_steps_are_recorded_again_when_the_cache_has_grown(base_directory, caplog, monkeypatch):
+    """Then all graphs are dropped at once, and torch would refuse a memory pool without graphs."""
+    monkeypatch.setattr("medusa.cache.pool.RESERVED_ON_DEVICE", 64)
+    graphed = load(base_directory, torch.float32)
+    eager = MedusaModel(graphed.base, graphed.heads, graph=False)
+    with caplog.at_level(logging.INFO, "medusa.engine.graph"):
+        outputs = [graphed.generate(prompts, max_new_tokens=90) for prompts in (PROMPTS[:1], PROMPTS)]
+    assert not caplog.records, "nothing ran eagerly"
+    assert [contents(output) for output in outputs] == [
+        contents(eager.generate(prompts, max_new_tokens=90)) for prompts in (PROMPTS[:1], PROMPTS)
+    ]
