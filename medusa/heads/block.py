@@ -4,7 +4,8 @@ Each draft is a block of K rows after the text, one per depth, which see the tex
 tokens that are being drafted; a correction by the previous drafted token adds these (as in ``markov``).
 
 Legend: M positions, R of them that are anchors of a block, K heads, B sequences, m tree nodes of a level, V vocabulary,
-D hidden size, H attention heads, G key heads, d head size, L positions of a document.
+D hidden size, H attention heads, G key heads, d head size; of documents computed together: n documents, l positions, r
+anchors.
 """
 
 import dataclasses
@@ -218,20 +219,21 @@ def _attend(
     documents: Documents, query_RKHd: Tensor, key_RKGd: Tensor, value_RKGd: Tensor, key_MGd: Tensor, value_MGd: Tensor
 ) -> Tensor:
     """Attention outputs [R, K, H, d]: a block sees the text of its document up to its anchor, and itself."""
-    blocks = documents.of_wanted(documents.places, query_RKHd, key_RKGd, value_RKGd)
-    texts = documents.of_text(key_MGd, value_MGd)
-    return torch.cat([_attend_one(*block, *text) for block, text in zip(blocks, texts, strict=True)])
+    rows = [documents.places, query_RKHd, key_RKGd, value_RKGd]
+    return documents.joined(
+        [_attend_some(*block, *text) for text, block in documents.groups([key_MGd, value_MGd], rows)]
+    )
 
 
-def _attend_one(
-    places_R: Tensor, query_RKHd: Tensor, key_RKGd: Tensor, value_RKGd: Tensor, key_LGd: Tensor, value_LGd: Tensor
+def _attend_some(
+    places: Tensor, query: Tensor, block_key: Tensor, block_value: Tensor, key: Tensor, value: Tensor
 ) -> Tensor:
-    """``_attend`` for one document."""
-    length, groups, size = key_LGd.shape
-    query = query_RKHd.unflatten(2, (groups, -1))
-    later_RL = torch.arange(length, device=places_R.device) > places_R[:, None]
-    text = torch.einsum("rkghd,lgd->rkghl", query, key_LGd).masked_fill(later_RL[:, None, None, None], -torch.inf)
-    block = torch.einsum("rkghd,rjgd->rkghj", query, key_RKGd)
+    """``_attend`` for n documents: places [n, r], a block's tensors [n, r, K, .., d], the texts' [n, l, G, d]."""
+    length, groups, size = key.shape[1:]
+    query = query.unflatten(3, (groups, -1))
+    later_nrl = torch.arange(length, device=places.device) > places[..., None]
+    text = torch.einsum("nrkghd,nlgd->nrkghl", query, key).masked_fill(later_nrl[:, :, None, None, None], -torch.inf)
+    block = torch.einsum("nrkghd,nrjgd->nrkghj", query, block_key)
     weights = (torch.cat([text, block], dim=-1) * size**-0.5).softmax(-1)
-    out = torch.einsum("rkghl,lgd->rkghd", weights[..., :length], value_LGd)
-    return (out + torch.einsum("rkghj,rjgd->rkghd", weights[..., length:], value_RKGd)).flatten(2, 3)
+    out = torch.einsum("nrkghl,nlgd->nrkghd", weights[..., :length], value)
+    return (out + torch.einsum("nrkghj,nrjgd->nrkghd", weights[..., length:], block_value)).flatten(3, 4)

@@ -1,7 +1,7 @@
 """Attention of a layer that is trained on its own outputs: unrolled passes, each one token further ahead.
 
 Legend: M positions of all documents, R of them where later passes compute, H attention heads, G key heads, d head size,
-L positions of a document.
+n documents, l positions and r rows of each.
 """
 
 import torch
@@ -26,27 +26,37 @@ class Text:
         self.keys, self.values = list[Tensor](), list[Tensor]()
 
     def attend(self, query_RHd: Tensor) -> Tensor:
-        """Attention outputs [R, H, d] for queries of the latest pass; documents are computed separately."""
-        texts = self._documents.of_text(self.keys[0], self.values[0])
-        rows = self._documents.of_wanted(query_RHd, self._documents.places, *self.keys[1:], *self.values[1:])
-        passes = len(self.keys) - 1
-        return torch.cat([
+        """Attention outputs [R, H, d] for queries of the latest pass."""
+        rows, passes = [query_RHd, self._documents.places, *self.keys[1:], *self.values[1:]], len(self.keys) - 1
+        return self._documents.joined([
             _attend(query, places, key, value, own[:passes], own[passes:])
-            for (key, value), (query, places, *own) in zip(texts, rows, strict=True)
+            for (key, value), (query, places, *own) in self._documents.groups([self.keys[0], self.values[0]], rows)
         ])  # fmt: skip
 
 
 def _attend(
-    query_RHd: Tensor, places_R: Tensor, key_LGd: Tensor, value_LGd: Tensor, keys: list[Tensor], values: list[Tensor]
+    query: Tensor, places: Tensor, key: Tensor, value: Tensor, keys: list[Tensor], values: list[Tensor]
 ) -> Tensor:
-    """Attention of one document: each of R rows sees the L positions up to its own, and its own row of later passes."""
-    length, groups, size = key_LGd.shape
-    query_GRhd = query_RHd.unflatten(1, (groups, -1)).transpose(0, 1)
-    hidden_RL = torch.arange(length, device=places_R.device) > places_R[:, None]
-    scores = [torch.einsum("grhd,lgd->grhl", query_GRhd, key_LGd).masked_fill(hidden_RL[:, None], -torch.inf)]
-    scores += [torch.einsum("grhd,rgd->grh", query_GRhd, key)[..., None] for key in keys]
+    """Attention of n documents: each of r rows sees the l positions up to its own, and its own row of later passes.
+
+    Args:
+        query: [n, r, H, d].
+        places: [n, r] positions of the rows.
+        key: [n, l, G, d] of the first pass.
+        value: The same shape.
+        keys: [n, r, G, d] of each later pass.
+        values: The same shapes.
+
+    Returns:
+        [n, r, H, d].
+    """
+    length, groups, size = key.shape[1:]
+    query = query.unflatten(2, (groups, -1))
+    hidden_nrl = torch.arange(length, device=places.device) > places[..., None]
+    scores = [torch.einsum("nrghd,nlgd->ngrhl", query, key).masked_fill(hidden_nrl[:, None, :, None], -torch.inf)]
+    scores += [torch.einsum("nrghd,nrgd->ngrh", query, own)[..., None] for own in keys]
     weights = (torch.cat(scores, dim=-1) * size**-0.5).softmax(-1)
-    out = torch.einsum("grhl,lgd->rghd", weights[..., :length], value_LGd)
-    for ahead, value in enumerate(values):
-        out = out + weights[..., length + ahead].transpose(0, 1)[..., None] * value[:, :, None]
-    return out.flatten(1, 2)
+    out = torch.einsum("ngrhl,nlgd->nrghd", weights[..., :length], value)
+    for ahead, own in enumerate(values):
+        out = out + weights[..., length + ahead].transpose(1, 2)[..., None] * own[:, :, :, None]
+    return out.flatten(2, 3)

@@ -1,5 +1,6 @@
 """Heads that remember, in training: over whole documents as they draft, apart from their neighbours."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from medusa import BaseModel, DraftHeads, HeadsConfig, build_heads
 from medusa.data.packing import IGNORE, pack
 from medusa.data.sources import Sample
+from medusa.heads.documents import Documents
 from medusa.heads.layer import LayerConfig
 from medusa.train.blocks import Block
 from medusa.train.config import OptimRecipe
@@ -70,6 +72,31 @@ def test_trained_logits_are_those_of_a_draft_along_the_text(frozen: BaseModel, h
                 torch.testing.assert_close(row, recomputed(heads, frozen, text[:end], text[end : end + head]))
                 compared += 1
     assert compared == HEADS * (9 + 6)
+
+
+def test_documents_are_computed_together_as_alone(
+    frozen: BaseModel, heads: DraftHeads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU: groups of similar length with padding, documents without a guess, and a limit that splits them."""
+    lengths = [21, 3, 20, 9, 8, 19, 9, 40, 2]
+    places = torch.cat([torch.arange(length) for length in lengths])
+    generator = torch.Generator().manual_seed(2)
+    hidden = torch.randn(len(places), frozen.feature_size, dtype=torch.float64, generator=generator)
+    path = torch.randint(1, 90, (len(places), HEADS), generator=generator)
+    wanted = torch.rand(len(places), generator=generator) < 0.4
+    wanted[21:24] = False
+    found = []
+    for together, pairs in ((False, 1), (True, 1 << 22), (True, 300)):
+        monkeypatch.setattr("medusa.heads.documents.MOST_PAIRS", pairs)
+        monkeypatch.setattr("medusa.heads.remembering.Documents", partial(Documents, together=together))
+        features = heads(hidden, path, frozen, places, wanted)
+        heads.zero_grad()
+        features.square().sum().backward()
+        found.append([features.detach(), *(one.grad.clone() for one in heads.parameters() if one.grad is not None)])
+    for other in found[1:]:
+        for ours, theirs in zip(found[0], other, strict=True):
+            torch.testing.assert_close(ours, theirs)
+    assert len(found[0]) > 9 and found[0][0].any(2).all(0).equal(wanted)
 
 
 @pytest.mark.parametrize("kind", ["ce", "kl"])
