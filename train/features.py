@@ -80,7 +80,7 @@ class HiddenStates(Protocol):
 class BasePass:
     """Hidden states from passes of the base, a few rows at a time.
 
-    If the base has the fused pass, each document goes through it, as in decoding. On a CPU this is 2.5 times as fast as
+    If a base on a CPU has the fused pass, each document goes through it, as in decoding. This is 2.5 times as fast as
     transformers' pass, whose attention computes all pairs of positions of a row and masks most of them.
 
     Args:
@@ -113,7 +113,7 @@ class BasePass:
         for micro in rows_B.split(self._micro_rows):
             kept_BT = Positions.of(packed, micro, self._num_heads, self._whole).kept
             ids_BT, positions_BT = packed.input_ids[micro].long(), packed.position_ids[micro].long()
-            if base.fused:
+            if base.fused and base.device.type == "cpu":
                 kept.append(self._documents(ids_BT, positions_BT)[kept_BT.flatten()])
                 continue
             hidden_BTF = base.hidden_states(ids_BT.to(base.device), positions_BT.to(base.device))

@@ -49,7 +49,7 @@ class Medusa1:
         self._recipe, self._packed, self._workers, self._total = recipe, packed, workers, total
         num_heads, whole, cache = recipe.heads.num_heads, heads.remembers, recipe.cache
         shared = recipe.base.shard
-        read_by = base if shared else fuse(base)
+        read_by = fuse(base) if base.device.type == "cpu" and not shared else base
         passes = BasePass(read_by, packed, num_heads, recipe.optim.micro_rows, whole, together=shared)
         self._states: HiddenStates = passes
         self._cache: HiddenCache | None = None

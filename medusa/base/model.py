@@ -22,9 +22,10 @@ from medusa.base.output import OutputLayer, state_size
 from medusa.base.taps import DecoderPass, first_layers
 from medusa.base.tensor_parallel import Leader, Nobody, Others
 from medusa.base.traits import Decoding, Traits
+from medusa.base.usual_block import UnusualBlockError
 from medusa.cache import BlockPool, CachedSequence, commit, plan_pass
 from medusa.cpu import native
-from medusa.cpu.fused import FusedPass, UnusualBlockError
+from medusa.cpu.fused import FusedPass
 from medusa.cpu.int8 import Int8Linear
 from medusa.cpu.packed import Packed, PackedEmbedding, PackedLinear
 from medusa.tree import Draft
@@ -95,7 +96,7 @@ class BaseModel:
         self.ranks = int(model.tp_size or 1)
         self.others: Others = Nobody()
         self._pass = DecoderPass(self.decoder)
-        self._fused: FusedPass | None = None
+        self._fused: Callable[[BlockPool, TreePlan], Tensor] | None = None
 
     @classmethod
     def load(
@@ -158,7 +159,7 @@ class BaseModel:
 
     @property
     def fused(self) -> bool:
-        """Whether a pass over tree rows is one C++ call, see ``with_fused_pass``."""
+        """Whether passes over tree rows run in our own kernels, see ``with_fused_pass``."""
         return self._fused is not None
 
     @cached_property
@@ -229,17 +230,26 @@ class BaseModel:
         return known
 
     def with_fused_pass(self) -> "BaseModel":
-        """The same base with passes over tree rows as one C++ call; see ``fuse``, which also checks the result.
+        """The same base with passes over tree rows in our own kernels; see ``fuse``, which also checks the result.
+
+        Such a pass is one C++ call on a CPU, and a few kernels per layer on a GPU.
 
         Raises:
-            UnusualBlockError: Its layers are not the usual block, or it is not on a CPU with the C++ kernels.
+            UnusualBlockError: Its layers are not the usual block, or there are no such kernels here.
         """
-        if self.attention.name != "exact" or self.explicit_mask:
-            raise UnusualBlockError("each call carries its mask" if self.explicit_mask else "it has other attention")
+        if self.explicit_mask or self.traits.gathered:
+            raise UnusualBlockError("its attention needs more than the plan of a pass")
         if self.ranks > 1:
             raise UnusualBlockError("its layers are divided among processes")
         fused = copy.copy(self)
-        fused._fused = FusedPass(self.decoder, self.feature_layers, self.spans, self.context_length)
+        if self.attention.name == "exact":
+            fused._fused = FusedPass(self.decoder, self.feature_layers, self.spans, self.context_length)
+        elif self.attention.name == "triton":
+            from medusa.gpu import fused as on_gpu  # needs Triton
+
+            fused._fused = on_gpu.FusedPass(self.decoder, self.feature_layers, self.context_length)
+        else:
+            raise UnusualBlockError(f"it has other attention ({self.attention.name})")
         return fused
 
     def leading(self, leader: Leader) -> "BaseModel":

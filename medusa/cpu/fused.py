@@ -1,7 +1,4 @@
-"""A decoder's pass over tree rows as one C++ call, for families with the usual transformer block (Llama's).
-
-A family is recognised by its modules. A test at load checks that the results are equal (``medusa.loading.self_test``).
-"""
+"""A decoder's pass over tree rows as one C++ call, for families with the usual transformer block (Llama's)."""
 
 import ctypes
 import weakref
@@ -12,18 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from medusa.attention import Span, TreePlan
+from medusa.base.usual_block import UnusualBlockError, check_decoder, norms_of, shape_of
 from medusa.cache import BlockPool
 from medusa.cpu import native
 from medusa.cpu.int8 import Int8Linear
 from medusa.cpu.native import LinearStruct
 from medusa.cpu.packed import DTYPE, PANEL, Packed, PackedEmbedding, PackedLinear, struct_of
 
-BLOCK_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
-ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "q_norm", "k_norm"}
-MLP_PARTS = {"gate_proj", "up_proj", "gate_up_proj", "down_proj"}
-DECODER_PARTS = {"embed_tokens", "layers", "norm", "rotary_emb"}
-ROTARY = ("default", "linear", "llama3", "yarn")
-"""Kinds of rotary positions whose angles depend only on the position."""
 POSITIONS = 1024
 """First number of rows of the table of angles; it doubles."""
 
@@ -92,10 +84,6 @@ class _Pass(ctypes.Structure):
     ]  # fmt: skip
 
 
-class UnusualBlockError(ValueError):
-    """A decoder does not consist of the usual block, so transformers runs it."""
-
-
 class FusedPass:
     """The pass of one decoder. Weights are read in place and must not move.
 
@@ -112,11 +100,7 @@ class FusedPass:
     def __init__(
         self, decoder: Any, taps: Sequence[int], spans: Mapping[int | None, Span], context_length: int
     ) -> None:
-        _know(decoder, DECODER_PARTS, "the decoder")
-        for layer in decoder.layers:
-            _know(layer, BLOCK_PARTS, "a layer")
-            _know(layer.self_attn, ATTENTION_PARTS, "its attention")
-            _know(layer.mlp, MLP_PARTS, "its MLP")
+        check_decoder(decoder)
         if not native.available():
             raise UnusualBlockError("there are no C++ kernels here")
         self._decoder, self._alive = decoder, list[Tensor]()
@@ -134,7 +118,7 @@ class FusedPass:
         self._fixed = _Pass(
             number_type=native.number_type(self._dtype), int8=self._int8, layers=len(layers),
             context=context_length, width=self._shape["hidden"] * (1 + len(taps)),
-            multiplier=float(getattr(decoder, "embedding_multiplier", 1.0)), norm=decoder.norm.weight.data_ptr(),
+            norm=decoder.norm.weight.data_ptr(),
             embeddings=embeddings.struct, blocks=ctypes.addressof(self._blocks), **self._shape,
         )  # fmt: skip
         self._angles: tuple[Tensor, Tensor] | None = None
@@ -160,13 +144,7 @@ class FusedPass:
 
     def _read(self, layer: Any) -> _Block:
         """Pointers to a layer's weights."""
-        attention, mlp = layer.self_attn, layer.mlp
-        activation = getattr(mlp, "act_fn", None) or getattr(mlp, "activation_fn", None)
-        if type(activation).__name__ not in ("SiLU", "SiLUActivation"):
-            raise UnusualBlockError(f"its MLP's activation is {type(activation).__name__}")
-        if getattr(attention, "sinks", None) is not None or not getattr(attention, "use_rope", True):
-            raise UnusualBlockError("its attention has sinks, or no positions in some layers")
-        shape = self._shape
+        attention, mlp, shape = layer.self_attn, layer.mlp, self._shape
         queries, keys = shape["heads"] * shape["dim"], shape["kv_heads"] * shape["dim"]
         joined = hasattr(attention, "qkv_proj"), hasattr(mlp, "gate_up_proj")
         heads = (
@@ -179,13 +157,7 @@ class FusedPass:
             if joined[1]
             else [_whole(mlp.gate_proj), _whole(mlp.up_proj)]
         )
-        norms = [
-            _norm(norm, shape["epsilon"])
-            for norm in (
-                layer.input_layernorm, layer.post_attention_layernorm,
-                getattr(attention, "q_norm", None), getattr(attention, "k_norm", None),
-            )
-        ]  # fmt: skip
+        norms = norms_of(layer, shape["dim"], shape["epsilon"])
         linears = [*heads, _whole(attention.o_proj), *gated, _whole(mlp.down_proj)]
         for head, size in zip(heads, (queries, keys, keys), strict=True):
             if (head.outputs, head.inputs) != (size, shape["hidden"]):
@@ -197,8 +169,6 @@ class FusedPass:
             raise UnusualBlockError("its weights are of several dtypes")
         if any((one.scales is not None) != self._int8 for one in linears):
             raise UnusualBlockError("some of its weights are rounded to 8 bits and others are not")
-        if any(norm is not None and norm.numel() != shape["dim"] for norm in norms[2:]):
-            raise UnusualBlockError("it norms queries and keys over all heads")
         tensors = [*(tensor for one in linears for tensor in one.tensors), *norms]
         self._keep(tensors)
         return _Block(
@@ -361,42 +331,10 @@ def _run(
 
 def _shape(decoder: Any, layer: Any) -> dict[str, Any]:
     """The sizes that all layers share."""
-    attention, norm, config = layer.self_attn, decoder.norm, decoder.config
-    dim, rotary = getattr(attention, "head_dim", 0), decoder.rotary_emb
-    if getattr(rotary, "rope_type", None) not in ROTARY:
-        raise UnusualBlockError(f"its positions are {getattr(rotary, 'rope_type', 'of another kind')}")
+    norm = decoder.norm
     if norm.weight.dtype not in native.DTYPES or norm.weight.device.type != "cpu":
         raise UnusualBlockError(f"its weights are {norm.weight.dtype} on {norm.weight.device}")
-    epsilon = getattr(norm, "variance_epsilon", None)
-    if not dim or epsilon is None or _norm(norm, epsilon) is None:
-        raise UnusualBlockError("its norms or heads are of another kind")
-    return {
-        "hidden": config.hidden_size,
-        "inner": _whole(layer.mlp.down_proj).inputs,
-        "heads": config.num_attention_heads,
-        "kv_heads": config.num_key_value_heads,
-        "dim": dim,
-        "epsilon": epsilon,
-        "scaling": attention.scaling,
-        "residual": float(getattr(layer, "residual_multiplier", 1.0)),
-    }
-
-
-def _know(module: nn.Module, parts: set[str], what: str) -> None:
-    """Raise an error if a module has parts or parameters that the kernel does not support."""
-    own = {name for name, child in module.named_children() if any(True for _ in child.parameters())}
-    strange = (own | {name for name, _ in module.named_parameters(recurse=False)}) - parts
-    if strange:
-        raise UnusualBlockError(f"{what} ({type(module).__name__}) has {', '.join(sorted(strange))}")
-
-
-def _norm(norm: Any, epsilon: float) -> Tensor | None:
-    if norm is None:
-        return None
-    if not type(norm).__name__.endswith("RMSNorm") or getattr(norm, "variance_epsilon", None) != epsilon:
-        raise UnusualBlockError(f"a norm is {type(norm).__name__}")
-    weight: Tensor = norm.weight
-    return weight
+    return shape_of(decoder) | {"inner": _whole(layer.mlp.down_proj).inputs}
 
 
 def _whole(linear: Any) -> _Weights:

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from medusa.attention import Scoring, TreePlan, attend
+from medusa.base.usual_block import UnusualBlockError
 from medusa.cache import BlockPool, Cached, Follower, Texts
-from medusa.cpu.fused import FusedLayers, LayerWeights, UnusualBlockError
+from medusa.cpu.fused import FusedLayers, LayerWeights
 from medusa.heads.base import HeadsConfig, Vocabulary
 from medusa.heads.blocks import of_parents
 from medusa.heads.decoder import turned

@@ -10,8 +10,8 @@ from torch import Tensor
 from medusa.attention import Span, UnknownSpanError
 from medusa.base.model import BaseModel
 from medusa.base.traits import Decoding
+from medusa.base.usual_block import UnusualBlockError
 from medusa.cache import CachedSequence
-from medusa.cpu.fused import UnusualBlockError
 from medusa.loading.layer_check import LayerCheck
 from medusa.tree import Draft, Tree
 
@@ -81,7 +81,7 @@ def _report(base: BaseModel, reasons: dict[Decoding, str]) -> None:
 
 @torch.inference_mode()
 def fuse(base: BaseModel) -> BaseModel:
-    """The base with its pass as one C++ call, if its layers are the usual block and pass the same comparison.
+    """The base with its pass in our own kernels, if its layers are the usual block and pass the same comparison.
 
     Otherwise the base is returned unchanged, and the reason is logged.
     """
@@ -93,7 +93,7 @@ def fuse(base: BaseModel) -> BaseModel:
     reason = _objection(fused, DRAFTS[base.decoding])
     if reason is None:
         return fused
-    logger.warning("base (%s) runs as transformers does, since in C++ %s", base.name, reason)
+    logger.warning("base (%s) runs as transformers does, since in our kernels %s", base.name, reason)
     return base
 
 

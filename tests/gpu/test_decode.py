@@ -14,6 +14,7 @@ from medusa.engine.graph import StepGraphs
 from medusa.engine.step import decode_step, verify
 from medusa.heads import ARCHITECTURES
 from medusa.heads.layer import LayerConfig
+from medusa.loading.self_test import fuse
 from tests.medusa.passes import prefill
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no GPU")]
@@ -33,6 +34,7 @@ def load(directory, dtype, attention="auto", architecture="recurrent"):
         base = BaseModel.load(directory, dtype=dtype, device=DEVICE, attention=attention)
     except BackendUnavailableError as error:
         pytest.skip(str(error))
+    base = fuse(base)
     torch.manual_seed(1)
     layer = LayerConfig.of(base.config) if architecture in ("attention", "block") else None
     heads = build_heads(HeadsConfig(base.hidden_size, base.vocab_size, 3, architecture=architecture, layer=layer))
@@ -51,6 +53,11 @@ def test_greedy_text_is_that_of_plain_decoding(base_directory, attention, archit
             drafted = model.generate(prompt(length), max_new_tokens=TOKENS, nodes=32, drafter=drafter)
             assert drafted.tokens == plain.tokens, (drafter, length)
             assert drafted.steps <= plain.steps
+
+
+def test_the_usual_block_has_a_pass_of_its_own(base_directory):
+    assert load(base_directory, torch.bfloat16, "triton").base.fused
+    assert not load(base_directory, torch.bfloat16, "flash").base.fused
 
 
 def test_the_gpu_writes_what_the_cpu_writes(base_directory):

@@ -32,6 +32,7 @@ from medusa.attention.triton import (  # noqa: E402
     row_blocks,
     shared_bytes,
 )
+from medusa.gpu.kernels import add_norm_kernel, gate_kernel, turn_kernel  # noqa: E402
 from tests.medusa.attention_cases import Case, make  # noqa: E402
 from tests.medusa.test_conformance import FAMILIES  # noqa: E402
 
@@ -56,6 +57,15 @@ def run_interpreted(marks: str, file: str = "test_attention.py", names: str = "t
     result = subprocess.run(command, check=False, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-1000:]
     assert int(re.search(r"(\d+) passed", result.stdout)[1]) > 5
+
+
+def test_a_pass_with_our_kernels_computes_what_transformers_computes():
+    run_interpreted("not gpu", "test_gpu_pass.py", "qwen3 or granite or joined")
+
+
+@pytest.mark.slow
+def test_a_pass_with_our_kernels_computes_what_every_family_computes():
+    run_interpreted("not gpu", "test_gpu_pass.py", "test")
 
 
 @pytest.mark.slow
@@ -123,6 +133,21 @@ def check_split(dtype: str, dim: int, rows: int, everything: bool = False, card:
 
 def test_the_kernel_compiles_for_hopper():
     check_split("bf16", 128, rows=256)
+
+
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("dim", [64, 80, 256])
+def test_the_kernels_of_a_pass_compile(dim, norm):
+    """Without spilled registers, on an old card and on a new one."""
+    types = dict.fromkeys(["joined", "cosines", "sines", "norms", "query", "keys", "values", "x", "y"], "*bf16")
+    types |= {"weight": "*bf16", "out": "*bf16", "positions": "*i64", "places": "*i64"}
+    types |= {"epsilon": "fp32", "factor": "fp32", "out_stride": "i32"}
+    constants = {"HEADS": 32, "KV_HEADS": 8, "DIM": dim, "BLOCK": triton.next_power_of_2(dim), "ROTATED": dim}
+    wide = {"WIDTH": 40 * dim, "BLOCK": triton.next_power_of_2(40 * dim), "ADD": norm}
+    for card in (80, HOPPER):
+        assert cross_compile(turn_kernel, types, constants | {"NORM": norm}, card, num_warps=1)[1] == 0
+        assert cross_compile(add_norm_kernel, types, wide, card, num_warps=8)[1] == 0
+        assert cross_compile(gate_kernel, types, {"WIDTH": 100 * dim, "BLOCK": 1024}, card)[1] == 0
 
 
 DIMS, ROWS = (64, 96, 128, 256), (1, 32, 64, 256)

@@ -155,7 +155,8 @@ def training(recipe: Recipe, texts: Sequence[tuple[Sequence[int], Sequence[int]]
     packed = pack([_sample(*text) for text in texts if text[1]], recipe.data.row_tokens)
     base = choose_separation(base, packed.input_ids[0].long())
     # As in `Medusa1`.
-    one = seconds(partial(BasePass(fuse(base), packed, recipe.heads.num_heads, 1).read, torch.tensor([0])), device)
+    read_by = fuse(base) if device.type == "cpu" else base
+    one = seconds(partial(BasePass(read_by, packed, recipe.heads.num_heads, 1).read, torch.tensor([0])), device)
     packed = packed.take(torch.arange(max(1, min(len(packed), ROWS, int(PASS_SECONDS / one)))))
 
     steps = max(1, len(packed) // optim.rows_per_step)

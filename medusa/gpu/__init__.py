@@ -1,0 +1,1 @@
+"""Passes with kernels of our own on a GPU."""
