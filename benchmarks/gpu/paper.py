@@ -161,12 +161,13 @@ def _measure(path: Path) -> None:
     from medusa.benchmarks.step.shapes import random_base, random_heads, shape_config
     from medusa.clock import alternate
     from medusa.files import write_json
+    from medusa.loading.self_test import fuse
 
     device = choose_device("cuda")
     properties = torch.cuda.get_device_properties(device)
     _, bandwidth = best_bandwidth(alternate(bandwidth_samples(device), ROUNDS))
     card = card_of(properties.name, properties.total_memory, bandwidth)
-    base = random_base(shape_config(SHAPE), getattr(torch, DTYPE), device)
+    base = fuse(random_base(shape_config(SHAPE), getattr(torch, DTYPE), device))
     model = MedusaModel(base, random_heads(base, "recurrent", HEADS))
     report: Row = {"device": properties.name, "bounds": card.name, "bandwidth_gb_per_s": bandwidth / 1e9, "rows": []}
     for row in measured(model, card, SIZES, NODES, ROUNDS):

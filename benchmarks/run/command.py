@@ -25,6 +25,7 @@ from medusa.data import resolve_base_name, shipped_heads
 from medusa.files import write_json
 from medusa.formats import Export, export_heads, refusal
 from medusa.io.settings_file import save_settings
+from medusa.loading.self_test import fuse
 from medusa.serve.demo.compare import repeated_share, unpacked_copy
 from medusa.serve.demo.questions import Kinds, questions
 
@@ -95,7 +96,7 @@ def named_model(options: argparse.Namespace, **how: Any) -> MedusaModel:
     disable_progress_bar()
     if options.shape:
         device = choose_device(options.device)
-        return MedusaModel(random_base(shape_config(options.shape), given_dtype(options), device))
+        return MedusaModel(fuse(random_base(shape_config(options.shape), given_dtype(options), device)))
     options.heads = options.heads or (None if options.base else shipped_heads("smollm2"))
     return MedusaModel.from_pretrained(
         options.heads,

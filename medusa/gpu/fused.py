@@ -91,9 +91,10 @@ class FusedPass:
     def __call__(self, pool: BlockPool, plan: TreePlan) -> Tensor:
         """Hidden states [R, F] of a pass's rows; their keys and values go into the pool."""
         rows, angles = (plan.positions.clamp(max=self._context - 1), plan.places), self._angles_of(plan.kv_length)
-        x_RD = self._decoder.embed_tokens(plan.tokens)
+        x_RD: Tensor = self._decoder.embed_tokens(plan.tokens)
         x_RD = x_RD.mul_(self._shape["multiplier"]) if self._shape["multiplier"] != 1 else x_RD
-        width, out_RF = x_RD.shape[1], x_RD.new_empty(len(x_RD), self._places * x_RD.shape[1])
+        width = x_RD.shape[1]
+        out_RF: Tensor = x_RD.new_empty(len(x_RD), self._places * width)
         added_RD, normed_RD = None, torch.empty_like(x_RD)
         for index, layer in enumerate(self._layers):
             self._add_norm(x_RD, added_RD, layer.norm, normed_RD)
@@ -115,14 +116,15 @@ class FusedPass:
             getattr(attention, f"{name}_proj") for name in "qkv"
         ]  # fmt: skip
         gated = [mlp.gate_up_proj] if hasattr(mlp, "gate_up_proj") else [mlp.gate_proj, mlp.up_proj]
-        products = [_joined(linears) for linears in (heads, [attention.o_proj], gated, [mlp.down_proj])]
-        if len(products[0].weight) != (shape["heads"] + 2 * shape["kv_heads"]) * shape["dim"]:
+        joined = _joined(heads)
+        if len(joined.weight) != (shape["heads"] + 2 * shape["kv_heads"]) * shape["dim"]:
             raise UnusualBlockError("its heads are not those of the other layers")
         norm, mlp_norm, query_norm, key_norm = norms_of(layer, shape["dim"], shape["epsilon"])
         if norm is None or mlp_norm is None or (query_norm is None) != (key_norm is None):
             raise UnusualBlockError("it lacks a norm")
         head_norms = None if query_norm is None or key_norm is None else torch.stack([query_norm, key_norm]).detach()
-        return _Layer(*products, norm, mlp_norm, head_norms, tap)
+        output, down = _joined([attention.o_proj]), _joined([mlp.down_proj])
+        return _Layer(joined, output, _joined(gated), down, norm, mlp_norm, head_norms, tap)
 
     def _angles_of(self, rows: int) -> tuple[Tensor, Tensor]:
         """Cosines and sines [positions, rotated], for at least this number of positions."""
@@ -203,6 +205,7 @@ def _joined(linears: Sequence[Any]) -> _Product:
     return _Product(weight, None if linears[0].bias is None else _one([linear.bias for linear in linears]))
 
 
+@torch.inference_mode(False)  # the modules' weights stay ordinary tensors
 @torch.no_grad()
 def _one(parts: Sequence[nn.Parameter]) -> Tensor:
     """The parameters as one tensor; they become views of it, unless they are that already."""

@@ -113,4 +113,4 @@ def _indices(starts: Tensor, sizes: Tensor, members: Tensor) -> Tensor:
 def _take(tensor: Tensor, at: slice | Tensor) -> Tensor:
     if isinstance(at, slice):
         return tensor[at][None]
-    return tensor.index_select(0, at.flatten()).unflatten(0, at.shape)
+    return tensor.index_select(0, at.flatten()).view(*at.shape, *tensor.shape[1:])
