@@ -205,7 +205,6 @@ def _joined(linears: Sequence[Any]) -> _Product:
     return _Product(weight, None if linears[0].bias is None else _one([linear.bias for linear in linears]))
 
 
-@torch.inference_mode(False)  # the modules' weights stay ordinary tensors
 @torch.no_grad()
 def _one(parts: Sequence[nn.Parameter]) -> Tensor:
     """The parameters as one tensor; they become views of it, unless they are that already."""
@@ -217,7 +216,8 @@ def _one(parts: Sequence[nn.Parameter]) -> Tensor:
     else:
         shape = (sum(map(len, parts)), *first.shape[1:])
         return first.detach().as_strided(shape, first.stride())
-    whole = torch.cat([part.detach() for part in parts])
-    for part, piece in zip(parts, whole.split(list(map(len, parts))), strict=True):
-        part.data = piece
+    with torch.inference_mode(first.is_inference()):  # the modules' weights stay of their kind
+        whole = torch.cat([part.detach() for part in parts])
+        for part, piece in zip(parts, whole.split(list(map(len, parts))), strict=True):
+            part.data = piece
     return whole
