@@ -46,10 +46,10 @@ def parts(work: Path) -> dict[str, Part]:
     step, run, demo = (work / f"{name}.json" for name in ("step", "run", "demo/report"))
     step_words = ("-m", "medusa.benchmarks.gpu.paper", "--measure", str(step))
     small_run = ("--batch", "1,16", "--count", "16", "--rounds", "2", "--max-new-tokens", "64", "--json", str(run))
-    together = ("-n", "8") if find_spec("xdist") else ()  # their kernels are compiled by several processes
+    together = ("-n", "8") if find_spec("xdist") else ()  # most of the time compiles kernels
     small_demo = ("--fresh", "--train-prompts", "600", "--prompts", "4", "--rounds", "1")
     return {
-        "tests": Part(("-m", "pytest", "-q", "tests/gpu", "-m", "gpu", *together), 150),
+        "tests": Part(("-m", "pytest", "-q", "tests/gpu", "-m", "gpu", *together), 150 if together else 400),
         "step": Part(step_words, 240, step, key_figure, beside),
         "run": Part(("-m", "medusa", "bench", "run", *shape, *small_run), 120, run, _run_figure),
         "demo": Part(
