@@ -24,5 +24,4 @@ def test_live_tensors_do_not_grow_with_completions(model, drafter):
     for number in range(30):
         model.generate([[5, 6, 7], [8, 9]], max_new_tokens=60, drafter=drafter, seed=[number, number + 1])
         found.append(live_tensor_bytes())
-    # What is kept for tree sizes that are tried for the first time is no leak; one row of a history is 500 bytes.
-    assert abs(found[-1] - found[9]) < 20 * 400
+    assert abs(found[-1] - found[9]) < 4000
