@@ -15,10 +15,9 @@ from torch import Tensor
 from medusa.base.model import BaseModel
 from medusa.data.packing import PackedRows
 from medusa.heads import DraftHeads
-from medusa.loading.self_test import fuse
 from medusa.train.blocks import Block
 from medusa.train.config import Recipe
-from medusa.train.features import BasePass, HiddenStates
+from medusa.train.features import BasePass, HiddenStates, for_rows
 from medusa.train.hidden_cache import HiddenCache
 from medusa.train.losses import HeadsLoss
 from medusa.train.workers import Workers
@@ -49,7 +48,7 @@ class Medusa1:
         self._recipe, self._packed, self._workers, self._total = recipe, packed, workers, total
         num_heads, whole, cache = recipe.heads.num_heads, heads.remembers, recipe.cache
         shared = recipe.base.shard
-        read_by = fuse(base) if base.device.type == "cpu" and not shared else base
+        read_by = base if shared else for_rows(base)
         passes = BasePass(read_by, packed, num_heads, recipe.optim.micro_rows, whole, together=shared)
         self._states: HiddenStates = passes
         self._cache: HiddenCache | None = None

@@ -5,7 +5,10 @@ A test at load checks that the results are equal (``medusa.loading.self_test``).
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+
+from medusa.base.rotary import Rotary
 
 BLOCK_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "q_norm", "k_norm"}
@@ -74,6 +77,16 @@ def norms_of(layer: Any, dim: int, epsilon: float) -> list[Tensor | None]:
     if any(norm is not None and norm.numel() != dim for norm in norms[2:]):
         raise UnusualBlockError("it norms queries and keys over all heads")
     return norms
+
+
+def rotary_of(decoder: Any) -> Rotary:
+    """The decoder's rotary positions."""
+
+    def angles(rows: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        cosines, sines = decoder.rotary_emb(like, torch.arange(rows, device=like.device)[None])
+        return cosines[0].contiguous(), sines[0].contiguous()
+
+    return Rotary(angles)
 
 
 def _know(module: nn.Module, parts: set[str], what: str) -> None:

@@ -9,15 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from medusa.attention import Span, TreePlan
-from medusa.base.usual_block import UnusualBlockError, check_decoder, norms_of, shape_of
+from medusa.base.usual_block import UnusualBlockError, check_decoder, norms_of, rotary_of, shape_of
 from medusa.cache import BlockPool
 from medusa.cpu import native
 from medusa.cpu.int8 import Int8Linear
 from medusa.cpu.native import LinearStruct
 from medusa.cpu.packed import DTYPE, PANEL, Packed, PackedEmbedding, PackedLinear, struct_of
-
-POSITIONS = 1024
-"""First number of rows of the table of angles; it doubles."""
 
 _INT, _FLOAT, _POINTER = ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
 
@@ -121,7 +118,7 @@ class FusedPass:
             norm=decoder.norm.weight.data_ptr(),
             embeddings=embeddings.struct, blocks=ctypes.addressof(self._blocks), **self._shape,
         )  # fmt: skip
-        self._angles: tuple[Tensor, Tensor] | None = None
+        self._rotary = rotary_of(decoder)
         self._arenas = _Arenas(len(layers), self._shape["kv_heads"], self._shape["dim"], self._dtype)
 
     def __call__(self, pool: BlockPool, plan: TreePlan) -> Tensor:
@@ -130,7 +127,8 @@ class FusedPass:
         Raises:
             IndexError: A token is not in the vocabulary.
         """
-        return _run(self._fixed, self._dtype, plan, self._angles_of(plan.kv_length), *self._arenas(pool))
+        angles = self._rotary.tables(plan.kv_length, self._decoder.norm.weight)
+        return _run(self._fixed, self._dtype, plan, angles, *self._arenas(pool))
 
     def _embeddings(self) -> _Weights:
         layer = self._decoder.embed_tokens
@@ -179,17 +177,6 @@ class FusedPass:
     def _keep(self, tensors: Sequence[Tensor | None]) -> None:
         """Keep the memory of these tensors alive, even if the module moves."""
         self._alive += [tensor.detach() for tensor in tensors if tensor is not None]
-
-    def _angles_of(self, rows: int) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [positions, rotated], for at least this number of positions."""
-        if self._angles is None or len(self._angles[0]) < rows:
-            count = POSITIONS
-            while count < rows:
-                count *= 2
-            like = torch.empty(0, dtype=self._dtype)
-            cosines, sines = self._decoder.rotary_emb(like, torch.arange(count)[None])
-            self._angles = cosines[0].contiguous(), sines[0].contiguous()
-        return self._angles
 
 
 class LayerWeights(NamedTuple):

@@ -17,13 +17,11 @@ from torch.nn import functional
 
 from medusa.attention import Scoring, TreePlan
 from medusa.attention.hook import attend_rows
-from medusa.base.usual_block import UnusualBlockError, check_decoder, norms_of, shape_of
+from medusa.base.usual_block import UnusualBlockError, check_decoder, norms_of, rotary_of, shape_of
 from medusa.cache import BlockPool
 from medusa.gpu.kernels import add_norm_kernel, gate_kernel, turn_kernel
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-POSITIONS = 1024
-"""Rows of the first table of angles; later tables double."""
 GATES = 1024
 """Columns of the MLP that a program computes."""
 
@@ -83,14 +81,14 @@ class FusedPass:
         if len(placed) > 1 or norm.dtype not in DTYPES:
             raise UnusualBlockError("its weights are on several devices, or of a dtype that the kernels do not know")
         self._decoder, self._shape, self._context, self._places = decoder, shape, context_length, len(taps) + 1
-        self._scaling, self._residual = shape["scaling"], shape["residual"]
-        self._angles: list[tuple[Tensor, Tensor]] = []  # recorded steps keep reading old tables
+        self._rotary = rotary_of(decoder)
         places = {layer: place for place, layer in enumerate(taps, start=1)}
         self._layers = [self._read(layer, places.get(index)) for index, layer in enumerate(decoder.layers, start=1)]
 
     def __call__(self, pool: BlockPool, plan: TreePlan) -> Tensor:
         """Hidden states [R, F] of a pass's rows; their keys and values go into the pool."""
-        rows, angles = (plan.positions.clamp(max=self._context - 1), plan.places), self._angles_of(plan.kv_length)
+        rows = plan.positions.clamp(max=self._context - 1), plan.places
+        angles = self._rotary.tables(plan.kv_length, self._decoder.norm.weight)
         x_RD: Tensor = self._decoder.embed_tokens(plan.tokens)
         x_RD = x_RD.mul_(self._shape["multiplier"]) if self._shape["multiplier"] != 1 else x_RD
         width = x_RD.shape[1]
@@ -103,7 +101,7 @@ class FusedPass:
             joined = layer.heads(normed_RD)
             query_RHd, keys, values = self._turn(joined, layer.head_norms, rows, angles, pool, index)
             window, chunk = plan.span(index)
-            mixed_RHd = attend_rows(plan, query_RHd, keys, values, Scoring(self._scaling, window, chunk=chunk))
+            mixed_RHd = attend_rows(plan, query_RHd, keys, values, Scoring(self._shape["scaling"], window, chunk=chunk))
             self._add_norm(x_RD, layer.output(mixed_RHd.flatten(1)), layer.mlp_norm, normed_RD)
             added_RD = layer.down(_gate(layer.gated(normed_RD)))
         self._add_norm(x_RD, added_RD, self._decoder.norm.weight, out_RF[:, :width])
@@ -126,24 +124,13 @@ class FusedPass:
         output, down = _joined([attention.o_proj]), _joined([mlp.down_proj])
         return _Layer(joined, output, _joined(gated), down, norm, mlp_norm, head_norms, tap)
 
-    def _angles_of(self, rows: int) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [positions, rotated], for at least this number of positions."""
-        if not self._angles or len(self._angles[-1][0]) < rows:
-            count = POSITIONS
-            while count < rows:
-                count *= 2
-            like = self._decoder.norm.weight
-            cosines, sines = self._decoder.rotary_emb(like, torch.arange(count, device=like.device)[None])
-            self._angles.append((cosines[0].contiguous(), sines[0].contiguous()))
-        return self._angles[-1]
-
     def _add_norm(self, x_RD: Tensor, added_RD: Tensor | None, weight: Tensor, out: Tensor) -> None:
         """``x += added``, then ``out = norm(x)``."""
         width = x_RD.shape[1]
         with torch.cuda.device_of(x_RD):
             add_norm_kernel[(len(x_RD),)](
                 x_RD, x_RD if added_RD is None else added_RD, weight, out, out.stride(0), self._shape["epsilon"],
-                self._residual, WIDTH=width, BLOCK=triton.next_power_of_2(width), ADD=added_RD is not None,
+                self._shape["residual"], WIDTH=width, BLOCK=triton.next_power_of_2(width), ADD=added_RD is not None,
                 num_warps=4 if width <= 4096 else 8,
             )  # fmt: skip
 

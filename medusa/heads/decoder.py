@@ -9,43 +9,6 @@ from torch.nn import functional
 
 from medusa.heads.layer import LayerConfig
 
-POSITIONS = 1024
-"""Rows of the first table of angles; later tables double."""
-
-
-class Rotary:
-    """Rotary positions, from tables that grow.
-
-    Args:
-        layer: The kind and size of the positions.
-    """
-
-    def __init__(self, layer: LayerConfig) -> None:
-        self._layer = layer
-        self._tables: list[tuple[Tensor, Tensor]] = []  # recorded steps keep reading old tables
-
-    def tables(self, reach: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [positions, d] of at least ``reach`` positions, in the dtype and device of ``like``."""
-        for cosines, sines in self._tables:
-            if len(cosines) >= reach and cosines.dtype == like.dtype and cosines.device == like.device:
-                return cosines, sines
-        rows = POSITIONS
-        while rows < reach:
-            rows *= 2
-        self._tables.append(self._layer.angles(rows, like))
-        return self._tables[-1]
-
-    def at(self, positions: Tensor, reach: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [..., 1, d] of positions [...].
-
-        Args:
-            positions: int64.
-            reach: Larger than all positions.
-            like: See ``tables``.
-        """
-        cosines, sines = (table[positions].unsqueeze(-2) for table in self.tables(reach, like))
-        return cosines, sines
-
 
 def turned(x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
     """Heads [..., heads, d] rotated by the angles of their rows' positions."""

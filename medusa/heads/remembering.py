@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from medusa.base.rotary import Rotary
 from medusa.cache import Cached, Texts
 from medusa.heads.base import DraftHeads, HeadsConfig, Vocabulary
-from medusa.heads.decoder import Rotary
 from medusa.heads.documents import Documents
 
 
@@ -40,7 +40,7 @@ class RememberingHeads(DraftHeads):
             nn.init.eye_(self.fusion.weight[:, -dim:])
         self.output_norm = nn.RMSNorm(dim, layer.rms_norm_eps)
         self.gain = nn.Parameter(torch.ones(dim)) if self.lm_heads is None else None
-        self.rotary = Rotary(layer)
+        self.rotary = Rotary(layer.angles)
 
     @abstractmethod
     def drafted(self, state_MD: Tensor, path_MK: Tensor, vocabulary: Vocabulary, documents: Documents) -> Tensor:

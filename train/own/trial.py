@@ -17,11 +17,11 @@ from medusa.clock import seconds
 from medusa.data.exchange import BATCH, Prompt, Settings
 from medusa.data.packing import pack
 from medusa.data.sources import Sample
-from medusa.loading.self_test import choose_decoding, fuse
+from medusa.loading.self_test import choose_decoding
 from medusa.loading.separation import choose_separation
 from medusa.train.base import load_base
 from medusa.train.config import CacheRecipe, Recipe
-from medusa.train.features import BasePass
+from medusa.train.features import BasePass, for_rows
 from medusa.train.fresh_heads import feature_layers, fresh_heads
 from medusa.train.medusa1 import Medusa1
 from medusa.train.schedule import head_weights
@@ -155,8 +155,7 @@ def training(recipe: Recipe, texts: Sequence[tuple[Sequence[int], Sequence[int]]
     packed = pack([_sample(*text) for text in texts if text[1]], recipe.data.row_tokens)
     base = choose_separation(base, packed.input_ids[0].long())
     # As in `Medusa1`.
-    read_by = fuse(base) if device.type == "cpu" else base
-    one = seconds(partial(BasePass(read_by, packed, recipe.heads.num_heads, 1).read, torch.tensor([0])), device)
+    one = seconds(partial(BasePass(for_rows(base), packed, recipe.heads.num_heads, 1).read, torch.tensor([0])), device)
     packed = packed.take(torch.arange(max(1, min(len(packed), ROWS, int(PASS_SECONDS / one)))))
 
     steps = max(1, len(packed) // optim.rows_per_step)
