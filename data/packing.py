@@ -27,13 +27,15 @@ class PackedRows:
     position_ids: Tensor
     """int32 [R, T]; a 0 begins a document."""
     loss_mask: Tensor
-    """bool [R, T]; tokens that may be predicted. False on padding."""
+    """bool [R, T]; tokens of answers, which may be predicted. False on padding."""
     lengths: Tensor
     """int64 [R]; tokens of a row that are not padding."""
     samples: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
     """int64 [S]; `sample_digest` of every packed sample."""
     digest: str = ""
     """The stored fingerprint of rows on disk, which are too large to compute it again; empty = computed."""
+    prompts: bool = False
+    """Whether every token may be predicted, prompts too; ``loss_mask`` stays as it is."""
 
     def __len__(self) -> int:
         return len(self.input_ids)
@@ -45,7 +47,14 @@ class PackedRows:
 
     def take(self, rows: Tensor) -> "PackedRows":
         """Select rows by their indices; ``samples`` and ``digest`` are left out."""
-        return PackedRows(self.input_ids[rows], self.position_ids[rows], self.loss_mask[rows], self.lengths[rows])
+        parts = self.input_ids[rows], self.position_ids[rows], self.loss_mask[rows], self.lengths[rows]
+        return PackedRows(*parts, prompts=self.prompts)
+
+    def supervised(self, rows: Tensor) -> Tensor:
+        """bool [B, T]; tokens that may be predicted, of rows [B]."""
+        if not self.prompts:
+            return self.loss_mask[rows]
+        return torch.arange(self.input_ids.shape[1]) < self.lengths[rows][:, None]
 
     def targets(self, rows: Tensor, num_heads: int) -> Tensor:
         """Targets of the base and heads 1..K: column k at position t holds token t+1+k of the same document.
@@ -56,9 +65,9 @@ class PackedRows:
 
         Returns:
             int64 [B, T, 1 + K], the base's own next token first; `IGNORE` past the document's end and on tokens
-            outside the loss mask.
+            that are not supervised.
         """
-        ids_BT, mask_BT = self.input_ids[rows].long(), self.loss_mask[rows]
+        ids_BT, mask_BT = self.input_ids[rows].long(), self.supervised(rows)
         positions_BT = self.position_ids[rows]
         targets = ids_BT.new_full((*ids_BT.shape, 1 + num_heads), IGNORE)
         for column in range(1 + num_heads):
@@ -72,8 +81,8 @@ class PackedRows:
     def fingerprint(self) -> str:
         """Digest of tokens, documents and masks: equal for equal training data."""
         if self.digest:
-            return self.digest
-        digest = hashlib.sha256()
+            return self.digest + "-prompts" * self.prompts
+        digest = hashlib.sha256(b"prompts" * self.prompts)
         for tensor in (self.input_ids, self.position_ids, self.loss_mask):
             digest.update(np.ascontiguousarray(tensor.numpy()).data)  # no copy: the rows may be larger than memory
         return digest.hexdigest()[:16]

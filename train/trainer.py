@@ -8,6 +8,7 @@ import logging
 import math
 import time
 from contextlib import closing, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -104,7 +105,8 @@ class Trainer:
             )
 
         source = Source(data.train, data.train_split, data.subset, data.streaming, data.limit)
-        self.packed = packed = open_rows(source, base.tokenizer, data.row_tokens, data.cache)
+        packed = open_rows(source, base.tokenizer, data.row_tokens, data.cache)
+        self.packed = packed = replace(packed, prompts=data.supervise == "all")
         LOGGER.info("%d rows of %d tokens, %.1f %% filled", len(packed), data.row_tokens, 100 * packed.fill)
         check_same(recipe, packed.fingerprint(), workers)
         self.base = base = choose_separation(base, packed.input_ids[0].long(), workers.any)

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -60,9 +61,10 @@ def test_nothing_to_train_on_is_an_error() -> None:
         pack([_sample([1, 2, 3], [1, 1, 0])], row_tokens=8)
 
 
+@pytest.mark.parametrize("prompts", [False, True])
 @pytest.mark.parametrize("seed", range(4))
-def test_no_target_crosses_a_document(seed: int) -> None:
-    """Against documents that are looked at one by one, in one window or several."""
+def test_no_target_crosses_a_document(seed: int, prompts: bool) -> None:
+    """Against documents that are looked at one by one, in one window or several; of answers, or of prompts too."""
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(3, 30, (40,), generator=generator).tolist()
     samples = []
@@ -72,7 +74,7 @@ def test_no_target_crosses_a_document(seed: int) -> None:
     for windows in ([samples], [samples[:13], samples[13:]]):
         supervised = 0
         for window in windows:
-            packed = pack(window, row_tokens=16)
+            packed = replace(pack(window, row_tokens=16), prompts=prompts)
             rows = torch.arange(len(packed))
             targets = packed.targets(rows, num_heads=3)
             for row, place in (packed.input_ids > 0).nonzero().tolist():
@@ -80,7 +82,7 @@ def test_no_target_crosses_a_document(seed: int) -> None:
                 mask = samples[token // 100 - 1].loss_mask
                 for ahead, target in enumerate(targets[row, place].tolist(), start=1):
                     inside = token % 100 % 16 + ahead < 16 and token % 100 + ahead < len(mask)
-                    wanted = token + ahead if inside and mask[token % 100 + ahead] else IGNORE
+                    wanted = token + ahead if inside and (prompts or mask[token % 100 + ahead]) else IGNORE
                     assert target == wanted
                     supervised += wanted != IGNORE
             assert (targets[packed.input_ids == 0] == IGNORE).all(), "padding"

@@ -104,6 +104,19 @@ def test_mixed_steps_resume_inside_a_block(
     assert_same_run(tmp_path / "parts", tmp_path / "whole", tolerance=1e-5)
 
 
+def test_heads_learn_from_prompts_too(recipe: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    shape = {"heads.draft_vocab": 20, "optim.loss": "kl", "data.heldout": ""}
+    assert run(recipe, tmp_path / "answers", **shape) == 0
+    assert run(recipe, tmp_path / "all", **shape, **{"data.supervise": "all"}) == 0
+    answers, everything = (metrics(tmp_path / name)[:-1] for name in ("answers", "all"))
+    assert all(more["useful_tokens"] > few["useful_tokens"] for few, more in zip(answers, everything, strict=True))
+    assert everything[-1]["loss"] < everything[0]["loss"] - 0.1
+    ids = [load_heads(tmp_path / name / "heads").draft_ids for name in ("answers", "all")]
+    assert torch.equal(*ids), "answers decide what heads can draft"
+    assert run(recipe, tmp_path / "answers", **shape, **{"data.supervise": "all"}) == 2
+    assert "data.supervise is 'all', the run was started with 'answers'" in caplog.text
+
+
 def test_own_lm_heads_and_bfloat16_train(recipe: Path, tmp_path: Path) -> None:
     values = {"heads.own_lm_heads": True, "heads.num_layers": 2, "engine.precision": "bfloat16",
               "base.dtype": "bfloat16", "data.heldout": "", "engine.zero_stage": 3}  # fmt: skip
