@@ -2,6 +2,7 @@
 
 Hooks record them during a pass. A layer has at most one hook, which is never removed; it does nothing unless the
 running pass of its thread needs that layer. So passes of several threads do not mix, and nothing outlives a pass.
+This file needs only torch, because a copy of it is exported with heads.
 
 Legend: T rows, D hidden size, F = D * (1 + number of tapped layers).
 """

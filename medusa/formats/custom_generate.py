@@ -5,19 +5,21 @@ from functools import partial
 from pathlib import Path
 
 from medusa.attention import spans
+from medusa.base import taps
 from medusa.files import replace_file
 from medusa.formats.base import Export
 from medusa.formats.native import WEIGHTS, Native
+from medusa.heads import layer
 from medusa.loading import layer_check
 
 CODE = "custom_generate"
 """The folder in which transformers looks for code."""
 REPOSITORY = Path(__file__).with_name("repository")
 """The code, which is copied unchanged."""
-SHARED = {"layer_check.py": Path(layer_check.__file__), "spans.py": Path(spans.__file__)}
+SHARED = {path.name: path for path in (Path(str(module.__file__)) for module in (layer, layer_check, spans, taps))}
 """Files of this package that the code needs; they replace the files that import them."""
-ARCHITECTURES = ("medusa", "markov", "hydra", "recurrent")
-"""Architectures that ``repository/heads.py`` supports."""
+ARCHITECTURES = ("medusa", "markov", "hydra", "recurrent", "attention", "block")
+"""Architectures that the code supports."""
 
 
 class CustomGenerate(Native):

@@ -1,4 +1,7 @@
-"""The shape of the decoder layers of heads with a KV cache: that of the base, as far as it is like Llama's."""
+"""The shape of the decoder layers of heads with a KV cache: that of the base, as far as it is like Llama's.
+
+This file needs only torch and transformers, because a copy of it is exported with heads.
+"""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -89,13 +92,17 @@ class LayerConfig:
             return nn.Identity(), nn.Identity()
         return nn.RMSNorm(self.head_dim, self.rms_norm_eps), nn.RMSNorm(self.head_dim, self.rms_norm_eps)
 
-    def angles(self, positions: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [positions, head_dim], in the dtype and on the device of ``like``."""
+    def rotary(self) -> LlamaRotaryEmbedding:
+        """Computes the angles of positions."""
         config = LlamaConfig(
             hidden_size=self.num_attention_heads * self.head_dim, num_attention_heads=self.num_attention_heads,
             head_dim=self.head_dim, rope_parameters=self.rope_parameters,
             max_position_embeddings=self.max_position_embeddings,
         )  # fmt: skip
-        rotary = LlamaRotaryEmbedding(config).to(like.device)
+        return LlamaRotaryEmbedding(config)
+
+    def angles(self, positions: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines [positions, head_dim], in the dtype and on the device of ``like``."""
+        rotary = self.rotary().to(like.device)
         cosines, sines = rotary(like, torch.arange(positions, device=like.device)[None])
         return cosines[0], sines[0]

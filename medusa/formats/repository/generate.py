@@ -6,9 +6,8 @@ In each pass the heads draft a tree of likely continuations, and the model verif
 by the model alone: greedy text and the distribution of sampled text do not change. This code needs only torch and
 transformers.
 
-Legend: B sequences, T tokens, L cached rows, N tree nodes with the root, A rows of the longest accepted path, D hidden
-size, F = D * (1 + feature layers), V vocabulary. The root is the newest token of a text: its keys and values are not
-cached yet.
+Legend: B sequences, T tokens, N tree nodes with the root, A nodes of the longest accepted path, D hidden size,
+F = D * (1 + feature layers), V vocabulary. The root is the newest token of a text.
 """
 
 import inspect
@@ -21,11 +20,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
-from transformers import DynamicCache, GenerationMixin, StoppingCriteriaList, StopStringCriteria
+from transformers import GenerationMixin, StoppingCriteriaList, StopStringCriteria
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.utils import cached_file
 
-from .heads import Base, Heads, Tree
+from .base import Base, Rows, Tree
+from .heads import Heads
 from .layer_check import LayerCheck
 from .spans import Span
 
@@ -33,7 +33,6 @@ HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "proxies", "re
 ONE_BY_ONE = "transformers.generation.logits_process"  # its processors treat all rows of a batch alike, except these
 OF_BATCHES = ("Encoder", "PrefixConstrained", "RepetitionPenalty")
 OWN_ROWS = 4096  # most rows of the cache in tests of layers with their own attention code
-HOLE = -1  # position of a cached row that nobody sees
 
 _loaded: weakref.WeakKeyDictionary[Any, tuple[Any, Heads, dict[int | None, Span]]] = weakref.WeakKeyDictionary()
 
@@ -158,24 +157,27 @@ def _decode(
     config, (batch, length) = generation_config, input_ids.shape
     _check(config, batch, inputs)
     texts = [Text(input_ids, row, config, logits_processor, stopping_criteria, streamer) for row in range(batch)]
-    rows, index_B = Rows(base, heads.feature_layers), torch.arange(batch, device=base.device)
+    rows, index_B1 = Rows(base, heads.feature_layers), torch.arange(batch, device=base.device)[:, None]
     last_B1 = (position_ids[:, -1:] + config.max_length - length).to(base.device)
     tree = Tree.of(input_ids[:, -1:].to(base.device), torch.zeros_like(last_B1), depth=0)
-    hidden_BNF = rows.prefill(input_ids, position_ids, attention_mask)
+    hidden_BTF = rows.prefill(input_ids, position_ids, attention_mask)
+    memory = heads.remember(base, None, hidden_BTF[:, :-1], input_ids[:, 1:], rows.kept)
+    hidden_BNF = hidden_BTF[:, -1:]
     while True:
         logits_BNV = base.logits(hidden_BNF[..., : base.hidden_size])
         paths = [text.follow(*drafted) for text, *drafted in zip(texts, tree.children(), logits_BNV, strict=True)]
-        rows.keep(paths)
+        path_BA = rows.keep(paths)
         if all(text.done for text in texts):
             break
-        leaves_B = torch.tensor([path[-1] if path else 0 for path in paths], device=base.device)
-        roots_B = torch.cat([text.ids[0, -1:] for text in texts]).to(base.device)
-        tree = heads.draft(base, roots_B, hidden_BNF[index_B, leaves_B], nodes)
+        hidden_BAF, longest = hidden_BNF[index_B1, path_BA], path_BA.shape[1]
+        tokens_BA = torch.cat([pad(text.ids, (longest, 0))[:, -longest:] for text in texts]).to(base.device)
+        memory = heads.remember(base, memory, hidden_BAF, tokens_BA, rows.kept[:, -longest:])
+        tree = heads.draft(base, tokens_BA[:, -1], hidden_BAF[:, -1], nodes, memory)
         hidden_BNF = rows.verify(tree, last_B1)
     if streamer is not None:
         streamer.end()
-    pad = 0 if config._pad_token_tensor is None else int(config._pad_token_tensor)
-    sequences = pad_sequence([text.ids[0] for text in texts], batch_first=True, padding_value=pad)
+    padding = 0 if config._pad_token_tensor is None else int(config._pad_token_tensor)
+    sequences = pad_sequence([text.ids[0] for text in texts], batch_first=True, padding_value=padding)
     if not config.return_dict_in_generate:
         return sequences
     scores = tuple(texts[0].scores) if config.output_scores else None
@@ -251,73 +253,3 @@ class Text:
             return one
         every: Tensor = processor(self.ids.expand(self._batch, -1), scores_1V.repeat(self._batch, 1))
         return every[self._row, None]
-
-
-class Rows:
-    """The model with its cache. If sequences keep different numbers of rows, shorter ones get holes."""
-
-    def __init__(self, base: Base, feature_layers: list[int]) -> None:
-        self.cache = DynamicCache()
-        self._base, self._layers = base, feature_layers
-        self._kept = self._new = torch.empty(0)  # positions [B, L] of kept rows, [B, N] of those of the last pass
-
-    def prefill(self, tokens_BT: Tensor, positions_BT: Tensor, mask_BT: Tensor | None) -> Tensor:
-        """Hidden states [B, 1, F] at the ends of the prompts."""
-        self._kept, self._new = positions_BT.to(self._base.device).tensor_split([-1], dim=1)
-        if mask_BT is not None:
-            self._kept = self._kept.where(mask_BT[:, :-1].to(self._base.device) > 0, HOLE)
-            mask_BT = mask_BT.to(self._base.model.device)
-        return self._forward(tokens_BT, positions_BT, mask_BT)[:, -1:]
-
-    def verify(self, tree: Tree, last_B1: Tensor) -> Tensor:
-        """Hidden states [B, N, F] of trees; those after positions ``last_B1`` are not used."""
-        self._new = (self._kept.amax(1, keepdim=True) + tree.ancestors.sum(-1)).minimum(last_B1)
-        return self._forward(tree.tokens, self._new, self._masks(tree))
-
-    def keep(self, paths: list[list[int]]) -> None:
-        """Keep one path of the last pass per sequence."""
-        start, longest = self._kept.shape[1], max(map(len, paths))
-        path_BA = torch.tensor([path + [HOLE] * (longest - len(path)) for path in paths], device=self._base.device)
-        nodes_BA = path_BA.clamp(min=0)
-        self._kept = torch.cat([self._kept, self._new.gather(1, nodes_BA).where(path_BA != HOLE, HOLE)], dim=1)
-        for layer in self.cache.layers:
-            for name in ("keys", "values"):
-                rows_BHLD = getattr(layer, name)
-                index = (start + nodes_BA)[:, None, :, None].to(rows_BHLD.device)
-                index = index.expand(-1, rows_BHLD.shape[1], -1, rows_BHLD.shape[3])
-                rows_BHLD[:, :, start : start + longest] = rows_BHLD.gather(2, index)
-                setattr(layer, name, rows_BHLD[:, :, : start + longest])
-
-    def leave_hole(self, size: int) -> None:
-        """Skip ``size`` rows of the cache, which no row sees."""
-        hole_BT = torch.full((len(self._kept), max(size, 0)), HOLE, device=self._kept.device)
-        self._kept = torch.cat([self._kept, hole_BT], dim=1)
-        for layer in self.cache.layers:
-            layer.keys, layer.values = (pad(rows, (0, 0, 0, hole_BT.shape[1])) for rows in (layer.keys, layer.values))
-
-    def _forward(self, tokens: Tensor, positions: Tensor, mask: Any) -> Tensor:
-        device = self._base.model.device
-        out = self._base.decoder(
-            input_ids=tokens.to(device), position_ids=positions.to(device), attention_mask=mask, return_dict=True,
-            past_key_values=self.cache, use_cache=True, output_hidden_states=bool(self._layers),
-        )  # fmt: skip
-        hidden = out.last_hidden_state.to(self._base.device)
-        layers = (self._base.project(out.hidden_states[layer]).to(hidden) for layer in self._layers)
-        return torch.cat([hidden, *layers], dim=-1)
-
-    def _masks(self, tree: Tree) -> Any:
-        """Additive masks [B, 1, N, L + N], by kind of layer if there are several."""
-        dtype, spans = self._base.dtype, self._base.spans
-        seen = (self._kept != HOLE)[:, None].expand(-1, tree.tokens.shape[1], -1)
-        seen = torch.cat([seen, tree.ancestors], dim=-1)
-        distance = self._new[..., None] - torch.cat([self._kept, self._new], dim=1)[:, None]
-        zero = torch.zeros((), dtype=dtype, device=seen.device)
-        biases = {}
-        for span in {*spans.values()} or {Span()}:
-            if span.chunk is not None:
-                raise ValueError(f"chunks ({span.chunk} tokens) are not supported here")
-            visible = seen if span.window is None else seen & (distance < span.window)
-            biases[span] = torch.where(visible, zero, torch.finfo(dtype).min)[:, None]
-        if len(biases) == 1:
-            return biases.popitem()[1]
-        return {kind: biases[spans[index]] for index, kind in enumerate(self._base.config.layer_types)}

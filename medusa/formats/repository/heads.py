@@ -1,92 +1,34 @@
 """Draft heads for a causal language model of transformers: their weights, and the trees that they draft.
 
-Legend: B sequences, N tree nodes with the root, m nodes of one level, W children of a node, K heads, D hidden size,
-F = D * (1 + feature layers), V vocabulary. The root is the newest token of a text.
+Legend: B sequences, A new rows of their texts, N tree nodes with the root, m nodes of one level, W children of a node,
+K heads, D hidden size, F = D * (1 + feature layers), V vocabulary. The root is the newest token of a text.
 """
 
 import json
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
-from torch.nn import Identity
 from torch.nn.functional import linear, rms_norm, silu
 
-from .spans import MOST, Span, layer_spans
+from .base import Base, Tree
+from .remembering import Attention, Block, Memory
 
 WIDTH = 16  # most children of a node
 MIN_BEAM = 4  # least number of nodes of a level that get children
 LOWEST = -40.0  # bound on a log-probability, so that heads that overflow still draft trees
 EDGE_COST = 1e-4  # keeps a parent's score above that of a certain child
+LAYERS = {"attention": Attention, "block": Block}
 DAMAGES = (
     json.JSONDecodeError, UnicodeDecodeError, SafetensorError, IndexError, KeyError, RuntimeError, TypeError,
 )  # fmt: skip
 
 
-class Tree(NamedTuple):
-    """Drafted tokens of each sequence; a parent comes before its children, and node 0 is the root."""
-
-    tokens: Tensor  # [B, N]
-    parents: Tensor  # [B, N]; the root's is the root
-    ancestors: Tensor  # [B, N, N] bool: entry (i, j) is true where j is i or above it
-
-    @classmethod
-    def of(cls, tokens_BN: Tensor, parents_BN: Tensor, depth: int) -> "Tree":
-        """Trees with these tokens and parents, with at most ``depth`` edges from root to leaf."""
-        nodes = tokens_BN.shape[1]
-        itself = ancestors = torch.eye(nodes, dtype=torch.bool, device=tokens_BN.device).expand(len(tokens_BN), -1, -1)
-        for _ in range(depth):
-            ancestors = itself | ancestors.gather(1, parents_BN[..., None].expand(-1, -1, nodes))
-        return cls(tokens_BN, parents_BN, ancestors)
-
-    def children(self) -> list[dict[tuple[int, int], int]]:
-        """For each sequence: (parent, token) -> node."""
-        edges = torch.stack([self.parents, self.tokens], dim=-1)[:, 1:].tolist()
-        return [{(parent, token): node for node, (parent, token) in enumerate(row, start=1)} for row in edges]
-
-
-class Base:
-    """The model in parts: decoder, embeddings and output layer."""
-
-    def __init__(self, model: Any) -> None:
-        self.model, self.config, decoder = model, model.config.get_text_config(), model.get_decoder()
-        self.decoder = model.model if decoder is model else decoder
-        self._embeddings, self._lm_head = model.get_input_embeddings(), model.get_output_embeddings()
-        self.device, self.dtype = self._lm_head.weight.device, model.dtype
-        # OPT-350M projects the output of its layers to the width of its embeddings.
-        self.hidden_size: int = getattr(self.config, "word_embed_proj_dim", None) or self.config.hidden_size
-        self.project = getattr(self.decoder, "project_out", None) or Identity()
-        self.spans: dict[int | None, Span] = {}  # windows by layer, see ``find_spans``
-        scale, scaling = (getattr(self.config, name, None) or 1.0 for name in ("logit_scale", "logits_scaling"))
-        self._scale, self._cap = scale / scaling, getattr(self.config, "final_logit_softcapping", None)
-
-    def find_spans(self) -> None:
-        """Get the windows of the layers from transformers; raises ValueError for other kinds of masks."""
-        length = getattr(self.config, "max_position_embeddings", None) or MOST
-        self.spans = layer_spans(self.model, self.decoder, length)
-
-    def embed(self, tokens: Tensor) -> Tensor:
-        """Embeddings [..., D] at unit scale, the input of heads."""
-        vectors = self._embeddings(tokens.to(self._embeddings.weight.device)).to(self.device, self.dtype)
-        return rms_norm(vectors, vectors.shape[-1:])
-
-    def output_rows(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Weight and bias of the output layer for some tokens only."""
-        bias = getattr(self._lm_head, "bias", None)
-        return self._lm_head.weight[tokens], None if bias is None else bias[tokens]
-
-    def logits(self, hidden: Tensor, rows: tuple[Tensor, Tensor | None] | None = None) -> Tensor:
-        """Logits [..., V] for hidden states [..., D], of the whole output layer or some of its rows."""
-        logits: Tensor = self._lm_head(hidden) if rows is None else linear(hidden, *rows)
-        logits = logits * self._scale if self._scale != 1.0 else logits
-        return self._cap * torch.tanh(logits / self._cap) if self._cap else logits
-
-
 class Heads:
-    """K heads of the architecture "medusa", "markov", "hydra" or "recurrent".
+    """K heads of the architecture "medusa", "markov", "hydra", "recurrent", "attention" or "block".
 
     Attributes:
         feature_layers: Layers of the model, counted from 1, whose outputs follow the last hidden state.
@@ -99,6 +41,7 @@ class Heads:
         self._tensors = {name: tensor.to(base.device, base.dtype) for name, tensor in tensors.items()}
         self._ids = None if ids is None else ids.to(base.device)
         self._rows = None if self._ids is None or "lm_heads" in tensors else base.output_rows(self._ids)
+        self._layers = LAYERS[self._kind](config, self._tensors) if self._kind in LAYERS else None
 
     @classmethod
     def load(cls, base: Base, config_path: Path, weights_path: Path) -> "Heads":
@@ -118,12 +61,30 @@ class Heads:
             heads = cls(base, config, load_file(weights_path))
             width = config["hidden_size"] * (1 + len(heads.feature_layers))
             hidden_1F = torch.zeros(1, width, dtype=base.dtype, device=base.device)
-            heads.draft(base, hidden_1F[:, 0].long(), hidden_1F, nodes=64)
+            token_11 = torch.zeros(1, 1, dtype=torch.int64, device=base.device)
+            memory = heads.remember(base, None, hidden_1F[:, None], token_11, token_11)
+            heads.draft(base, token_11[0], hidden_1F, nodes=64, memory=memory)
         except DAMAGES as error:
             raise ValueError(f"heads ({weights_path.parent}) are damaged: {error!r}; export them again") from error
         return heads
 
-    def draft(self, base: Base, roots_B: Tensor, hidden_BF: Tensor, nodes: int) -> Tree:
+    def remember(
+        self, base: Base, memory: Memory | None, hidden_BAF: Tensor, tokens_BA: Tensor, positions_BA: Tensor
+    ) -> Memory | None:
+        """What heads know of texts that have grown; None if they need no more than a hidden state.
+
+        Args:
+            base: The model.
+            memory: What they knew before; None = nothing.
+            hidden_BAF: The model's hidden states at the new rows.
+            tokens_BA: The tokens that follow these rows.
+            positions_BA: Their positions; HOLE where there is none.
+        """
+        if self._layers is None:
+            return None
+        return self._layers.remember(base, memory, hidden_BAF, tokens_BA.to(base.device), positions_BA)
+
+    def draft(self, base: Base, roots_B: Tensor, hidden_BF: Tensor, nodes: int, memory: Memory | None = None) -> Tree:
         """Draft the likeliest tree below each root: the best nodes of a level get children, the best of all are kept.
 
         Args:
@@ -131,11 +92,13 @@ class Heads:
             roots_B: Newest tokens.
             hidden_BF: The hidden states that predicted them.
             nodes: Largest N.
+            memory: The result of ``remember``.
         """
         tokens_Bm, slots_Bm = roots_B[:, None], torch.zeros_like(roots_B[:, None])
         columns_Bm, scores_Bm = slots_Bm, slots_Bm.float()  # a column numbers a candidate, over all levels
         tokens, parents, scores = [tokens_Bm], [columns_Bm], [scores_Bm]
-        state, depth, beam = self._begin(hidden_BF), min(self._count, nodes - 1), max(MIN_BEAM, nodes // 4)
+        depth, beam = min(self._count, nodes - 1), max(MIN_BEAM, nodes // 4)
+        state = self._begin(base, roots_B, hidden_BF, memory)
         for head in range(depth):
             logits, state = self._level(base, head, state, slots_Bm, tokens_Bm)
             best = logits.log_softmax(-1, dtype=torch.float32).topk(min(WIDTH, logits.shape[-1]), dim=-1)
@@ -155,8 +118,10 @@ class Heads:
         node_BM = torch.zeros_like(parents_BM).scatter_(1, chosen_BN, order_BN)
         return Tree.of(tokens_BM.gather(1, chosen_BN), node_BM.gather(1, parents_BM.gather(1, chosen_BN)), depth)
 
-    def _begin(self, hidden_BF: Tensor) -> Tensor:
+    def _begin(self, base: Base, roots_B: Tensor, hidden_BF: Tensor, memory: Memory | None) -> Any:
         """The root's state [B, 1, D]; for heads that do not read the path, the features of all levels [K, B, D]."""
+        if self._layers is not None and memory is not None:
+            return self._layers.begin(base, memory, roots_B, hidden_BF)
         t, count = self._tensors, len(self.feature_layers)
         x_BD, layers = hidden_BF.tensor_split([hidden_BF.shape[-1] // (1 + count)], dim=-1)
         if count:
@@ -169,9 +134,7 @@ class Heads:
             x_KBD = x_KBD + silu(torch.baddbmm(bias_KD[:, None], x_KBD, weight_KDD.transpose(1, 2)))
         return x_KBD
 
-    def _level(
-        self, base: Base, head: int, state: Tensor, slots_Bm: Tensor, tokens_Bm: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def _level(self, base: Base, head: int, state: Any, slots_Bm: Tensor, tokens_Bm: Tensor) -> tuple[Tensor, Any]:
         """Logits [B, m, V] of the children of m nodes, or [B, 1, V] if all are equal, and the nodes' states.
 
         Args:
@@ -182,12 +145,14 @@ class Heads:
             tokens_Bm: The nodes' tokens.
         """
         t = self._tensors
-        if self._kind in ("medusa", "markov"):
+        if self._layers is not None:
+            features, state = self._layers.level(base, head, state, slots_Bm, tokens_Bm)
+        elif self._kind in ("medusa", "markov"):
             features = state[head][:, None]
             if self._kind == "markov":  # corrected by the previous token
-                features = features + linear(linear(base.embed(tokens_Bm), t["down"][head]), t["up"][head])
+                features = features + linear(linear(base.unit_embed(tokens_Bm), t["down"][head]), t["up"][head])
         else:  # each node has a state that its children read in addition to its token
-            tokens_BmD = base.embed(tokens_Bm)
+            tokens_BmD = base.unit_embed(tokens_Bm)
             state = state.gather(1, slots_Bm[..., None].expand(-1, -1, state.shape[-1]))
             hidden, path = state.tensor_split([tokens_BmD.shape[-1]], dim=-1)
             features, read = hidden, torch.cat([path, tokens_BmD], dim=-1)
@@ -196,6 +161,9 @@ class Heads:
                 inner = linear(torch.cat([features, read], dim=-1), t[f"{name}.inner.weight"], t[f"{name}.inner.bias"])
                 features = features + linear(silu(inner), t[f"{name}.outer.weight"])
             state = torch.cat([hidden, read], dim=-1) if self._kind == "hydra" else features
-        if "lm_heads" in t:
-            return linear(features, t["lm_heads"][head]), state
-        return base.logits(features, self._rows), state
+        features, low = features.tensor_split([base.hidden_size], dim=-1)
+        if "lm_heads" in t:  # one matrix per head, or one for all
+            logits = linear(features, t["lm_heads"].expand(self._count, -1, -1)[head])
+        else:
+            logits = base.logits(features, self._rows)
+        return logits + linear(low, t["up.weight"]) if low.shape[-1] else logits, state

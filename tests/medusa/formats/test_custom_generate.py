@@ -28,13 +28,12 @@ from transformers import (
 
 from medusa import build_heads
 from medusa.drafters import HeadsDrafter
-from medusa.formats import Export, export_heads, find_format, load_heads
-from medusa.formats.custom_generate import ARCHITECTURES
+from medusa.formats import Export, custom_generate, export_heads, find_format, load_heads
 from medusa.formats.repository import generate as code
-from medusa.formats.repository.heads import Base, Heads, Tree
-from medusa.heads import HeadsConfig
+from medusa.formats.repository.base import Base, Tree
+from medusa.formats.repository.heads import Heads
+from medusa.heads import ARCHITECTURES, HeadsConfig
 from medusa.heads.frozen import freeze
-from tests.medusa.kinds import MEMORYLESS
 from tests.medusa.test_conformance import config_of
 
 VARIANTS = {
@@ -57,22 +56,8 @@ BATCHES = {
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def modules_cache(tmp_path_factory):
-    """Where transformers copies code to."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path_factory.mktemp("modules")))
-        yield
-
-
 @pytest.fixture(scope="module")
-def plain(base_directory):
-    """The base as everybody loads it."""
-    return AutoModelForCausalLM.from_pretrained(base_directory, dtype=torch.float64)
-
-
-@pytest.fixture(scope="module")
-def export(make_heads, tmp_path_factory):
+def export(make_heads, modules_cache, tmp_path_factory):
     """Directory of random heads."""
     known = {}
 
@@ -123,10 +108,10 @@ def lucky_trees(model, texts, mask):
     states = model.get_decoder()(texts, attention_mask=mask, position_ids=positions).last_hidden_state.detach()
     generator = torch.Generator().manual_seed(0)
 
-    def draft(_, base, roots, hidden, nodes):
+    def draft(_, base, roots, hidden, nodes, memory):
         parents = (torch.rand(len(roots), nodes, generator=generator) * torch.arange(nodes)).long()
         depths = Tree.of(parents, parents, nodes).ancestors.sum(-1) - 1
-        seen = (states - hidden[:, None]).norm(dim=-1).argmin(1, keepdim=True)
+        seen = (states - hidden[:, None, : states.shape[-1]]).norm(dim=-1).argmin(1, keepdim=True)
         right = texts.gather(1, (seen + 1 + depths).clamp(max=texts.shape[1] - 1))
         wrong = torch.randint(base.config.vocab_size, parents.shape, generator=generator)
         tokens = right.where(torch.rand(parents.shape, generator=generator) < 0.5, wrong)
@@ -136,8 +121,8 @@ def lucky_trees(model, texts, mask):
     return draft
 
 
-def test_heads_that_need_a_hidden_state_alone_can_travel():
-    assert set(ARCHITECTURES) == set(MEMORYLESS)
+def test_all_heads_can_travel():
+    assert set(custom_generate.ARCHITECTURES) == set(ARCHITECTURES)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
