@@ -5,7 +5,7 @@ apply one layer to its own output, once per depth (EAGLE-3). "block" heads compu
 one pass (DFlash, DSpark).
 
 Legend: B sequences, A new rows of their texts, L rows of the texts, m tree nodes of one level, n rows of a pass, K
-heads, D hidden size, F = D * (1 + feature layers), H attention heads, G key heads, d their size.
+heads, D hidden size, F = D * (1 + feature layers), R rank, H attention heads, G key heads, d their size.
 """
 
 from abc import ABC, abstractmethod

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoModelForCausalLM
 
 from medusa import BaseModel, HeadsConfig, MedusaModel, build_heads
 from medusa.formats import Export, export_heads
@@ -96,6 +97,15 @@ def test_memory_is_that_of_the_committed_text(plain, export, monkeypatch):
         assert torch.equal(memories[-1].positions[row, kept], torch.arange(count))
         for ours, whole in zip(memories[-1][1:], at_once[1:], strict=True):
             torch.testing.assert_close(ours[:, row, :, kept], whole[:, 0, :, :count])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+def test_half_precision(base_directory, export, dtype):
+    model = AutoModelForCausalLM.from_pretrained(base_directory, dtype=dtype)
+    with passes_of(model) as passes:
+        text = code.generate(model, heads=export, **padded(TEXTS), **OPTIONS)
+    assert text.shape == (len(TEXTS), len(TEXTS[2]) + 12)
+    assert len(passes) > 1
 
 
 def test_options_and_seed_are_heeded(plain, export):
