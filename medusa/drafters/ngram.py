@@ -6,6 +6,7 @@ Prompt lookup searches one text. This cache has learned from many: completions o
 
 import heapq
 import math
+import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import count
@@ -172,7 +173,7 @@ class NgramDrafter(Drafter):
         if nodes < 2:
             raise ValueError(f"nodes ({nodes}) must be at least 2 for an n-gram cache; give a larger tree budget")
         self.cache, self.nodes, self._branches = cache, nodes, branches
-        self._last: tuple[Tensor, list[int], list[list[Node]]] | None = None
+        self._last: tuple[weakref.ref[Tensor], list[int], list[list[Node]]] | None = None
 
     def propose(self, state: DecodeState, _: Cached = (), /) -> Draft:
         """A tree below ``state.roots``; only the root if no context is known."""
@@ -180,14 +181,14 @@ class NgramDrafter(Drafter):
         recent = state.positions[:, None] + torch.arange(1 - width, 1, device=state.positions.device)
         contexts = state.history.gather(1, recent.clamp(min=0)).tolist()
         positions = state.positions.tolist()
-        if self._last is not None and self._last[0] is state.history:  # otherwise rows have joined or left
+        if self._last is not None and self._last[0]() is state.history:  # otherwise rows have joined or left
             self._judge(contexts, positions, *self._last[1:])
         rows = zip(contexts, positions, state.active.tolist(), strict=True)
         trees = [
             self.cache.tree(context[max(0, width - 1 - position) :], self.nodes if active else 1, self._branches)
             for context, position, active in rows
         ]
-        self._last = state.history, positions, trees
+        self._last = weakref.ref(state.history), positions, trees
         draft, device = build(trees), state.roots.device
         if device.type == "cpu":
             return draft

@@ -6,6 +6,7 @@ It is prompt lookup (Saxena 2023), by the longest match and by frequency as in s
 """
 
 import math
+import weakref
 
 import torch
 from torch import Tensor
@@ -57,15 +58,15 @@ class PromptLookupDrafter(Drafter):
         self.nodes, self.host_decides, self.recordable = nodes, host_decides, not host_decides
         self._search = SEARCH._replace(nodes=nodes, chain=chain)
         self._confidence = confidence or Confidence(SEARCH)
-        self._last: tuple[Tensor, Tensor] | None = None
+        self._last: tuple[weakref.ref[Tensor], Tensor] | None = None  # the text itself goes with its request
 
     def propose(self, state: DecodeState, _: Cached = (), /) -> Draft:
         """A tree below ``state.roots``, found in ``state.history``."""
         if not (self.host_decides and state.roots.device.type == "cpu"):
             return self._chains(state)
-        last, self._last = self._last, (state.history, state.positions)
+        last, self._last = self._last, (weakref.ref(state.history), state.positions)
         # If rows have joined or left, the last draft is not judged.
-        before = last[1] if last is not None and last[0] is state.history else None
+        before = last[1] if last is not None and last[0]() is state.history else None
         if native.reads_indices(state.history):
             seen = self._confidence.right, self._confidence.tried
             return look_up(state.history, state.positions, before, state.active, *seen, self._search)
