@@ -15,14 +15,19 @@ def prefill(base, prompts, seeds=None, chunk=512, pool=None, observers=()):
     for prompt, one in zip(prompts, sequences, strict=True):
         one.recall(prompt[:-2])
     hidden = torch.zeros(len(prompts), base.feature_size, dtype=base.dtype, device=base.device)
+    equal = dict[tuple[int, ...], list[int]]()  # thousands of samples begin with one prompt: one pass computes it
     for row, (prompt, one) in enumerate(zip(prompts, sequences, strict=True)):
-        while one.length < len(prompt) - 1:
-            tokens = prompt[one.length : min(one.length + chunk, len(prompt) - 1)]
-            hidden_1CF = verify(base, [one], Draft.chain(torch.tensor([tokens], device=base.device)))
-            one.length += len(tokens)
-            hidden[row] = hidden_1CF[0, -1]
-            after = torch.tensor([prompt[one.length - len(tokens) + 1 : one.length + 1]], device=base.device)
-            tell([one], hidden_1CF, after, [len(tokens)])
+        equal.setdefault((one.length, *prompt), []).append(row)
+    for rows in equal.values():
+        prompt, group = prompts[rows[0]], [sequences[row] for row in rows]
+        while (start := group[0].length) < len(prompt) - 1:
+            end = min(start + chunk, len(prompt) - 1)
+            tokens, after = torch.tensor([prompt[start:end], prompt[start + 1 : end + 1]], device=base.device)
+            hidden_bCF = verify(base, group, Draft.chain(tokens.expand(len(rows), -1)))
+            for one in group:
+                one.length = end
+            hidden[rows] = hidden_bCF[:, -1]
+            tell(group, hidden_bCF, after.expand(len(rows), -1), [end - start] * len(rows))
     width = max(map(len, prompts)) + 1
     history = torch.tensor([[*prompt, *([0] * (width - len(prompt)))] for prompt in prompts], device=base.device)
     positions = torch.tensor([len(prompt) - 1 for prompt in prompts], device=base.device)
