@@ -63,6 +63,8 @@ def run(options: argparse.Namespace) -> None:
 
 def tune(options: argparse.Namespace) -> None:
     """Measure all drafters in all sizes, plain decoding and the automatic choice; save the best one."""
+    if max(options.nodes) < 2:
+        raise ValueError(f"nodes ({options.nodes}) leave no guess to try; give a size of 2 or more")
     model = named_model(options, int8=options.int8, mtp=options.mtp)
     prompts, kinds = _prompts(options, model)
     report = _report(options, model, prompts) | {"int8": options.int8, "draft_model": options.draft_model}
@@ -71,8 +73,6 @@ def tune(options: argparse.Namespace) -> None:
         f"{name} {nodes}": Speculation(drafter=name, nodes=nodes)
         for name in options.drafters or usual for nodes in options.nodes if nodes > 1
     }  # fmt: skip
-    if not ways:
-        raise ValueError(f"nodes ({options.nodes}) leave no guess to try; give a size of 2 or more")
     (temperature,) = options.temperature
     wanted = {PLAIN: Speculation(nodes=1), AUTO: Speculation(), **ways}
     methods = [ours(model, name, options.max_new_tokens, temperature, way) for name, way in wanted.items()]
