@@ -65,6 +65,9 @@ class HeadsRecipe:
     """Normalise the output of each feature layer, with weights of its own (EAGLE 3.1); architecture attention only."""
     norm_output: bool = True
     """Each pass reads the previous output after its last norm (EAGLE 3.1); architecture attention only."""
+    window: int = _limits(0, low=0)
+    """Number of last positions of the text that heads see, with the first ones; 0 = all; architectures attention and
+    block only."""
     draft_vocab: int = _limits(0, low=0)
     """Number of tokens that heads can draft: the most frequent ones of the training data; 0 = the whole vocabulary."""
     init_from: str = ""

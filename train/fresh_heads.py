@@ -55,7 +55,7 @@ def fresh_heads(recipe: Recipe, base: BaseModel, packed: PackedRows, workers: Wo
     masked = shape.architecture == "block" and shape.mask_token >= 0
     if shape.architecture in REMEMBERING:
         norms = {"norm_features": shape.norm_features and not masked, "norm_heads": masked}
-        layer = LayerConfig.of(base.config, norm_output=shape.norm_output, **norms)
+        layer = LayerConfig.of(base.config, norm_output=shape.norm_output, window=shape.window or None, **norms)
     heads = build_heads(
         HeadsConfig(
             hidden_size=base.hidden_size,

@@ -129,6 +129,8 @@ class TreePlan:
             after them. If it is not 0, there is one draft, and no layer has a window or chunks.
         together: All nodes of a tree see each other (``Draft.together``); the same conditions hold.
         gathered: Layers pass a copy of only these sequences' blocks, in the order of the table.
+        skipped: [S] int64 number of positions of each text that the table and L leave out; None = none.
+        reach: Larger than all positions of rows.
     """
 
     def __init__(
@@ -149,6 +151,8 @@ class TreePlan:
         self.backend = backend
         self.spans = spans or {}
         self.gathered = False
+        self.skipped: Tensor | None = None
+        self.reach = kv_length
         self.firsts = [0, *accumulate(self.sizes)]
         self.tokens = self._rows([draft.tokens for draft in drafts])
         self._made: dict[Hashable, Any] = {}
@@ -225,8 +229,9 @@ class TreePlan:
 
     @cached_property
     def positions(self) -> Tensor:
-        """[R] int64 position of each row: L + depth."""
-        return self.lengths[self.sequences] + self.depths
+        """[R] int64 position of each row in its text: L + depth, and what the table skips."""
+        lengths_S = self.lengths if self.skipped is None else self.lengths + self.skipped
+        return lengths_S[self.sequences] + self.depths
 
     @cached_property
     def places(self) -> Tensor:

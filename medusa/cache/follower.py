@@ -22,6 +22,7 @@ from medusa.attention.contract import TreeAttention, TreePlan
 from medusa.cache.pool import BlockPool
 from medusa.cache.sequence import CachedSequence
 from medusa.cache.texts import FixedTexts, HostTexts, Texts
+from medusa.cache.window import windowed
 from medusa.tree import Draft
 
 MANY = 16
@@ -46,10 +47,11 @@ class Follower(ABC):
     Args:
         attention: The attention backend.
         device: Device of hidden states.
+        window: See ``windowed``; None = rows see the whole text.
     """
 
-    def __init__(self, attention: TreeAttention, device: torch.device) -> None:
-        self.attention, self._device = attention, torch.device(device)
+    def __init__(self, attention: TreeAttention, device: torch.device, window: int | None = None) -> None:
+        self.attention, self._device, self._window = attention, torch.device(device), window
         self._waiting: weakref.WeakKeyDictionary[CachedSequence, list[tuple[Tensor, Tensor]]]
         self._waiting = weakref.WeakKeyDictionary()
         self._latest: weakref.WeakKeyDictionary[CachedSequence, Tensor] = weakref.WeakKeyDictionary()
@@ -115,7 +117,7 @@ class Follower(ABC):
             counts_B: int64, number of new positions; 0 if a sequence may not grow.
         """
         draft = Draft.chain(tokens_BA)
-        plan = followed.texts.plan(draft, self.attention)
+        plan = self.plan(followed.texts, draft, committed=counts_B)
         out_BAD = draft.spread(self.run(followed.texts.pool, plan, draft.flat(self.states(hidden_BAF))))
         index_B = torch.arange(len(counts_B), device=counts_B.device)
         new_BD = out_BAD[index_B, (counts_B - 1).clamp(min=0)]
@@ -139,25 +141,39 @@ class Follower(ABC):
         """
         draft = Draft.chain(tokens_BC, counts)
         texts = HostTexts(own)
-        plan = texts.plan(draft, self.attention)
+        plan = self.plan(texts, draft, committed=counts)
         out_RD = self.run(texts.pool, plan, draft.flat(states_BCD))
         for one, count in zip(own, counts, strict=True):
             one.length += count
         return out_RD[torch.tensor(plan.firsts[1:], device=out_RD.device) - 1]
 
+    def plan(
+        self, texts: Texts, draft: Draft, ahead: int = 0, computed: int = 0,
+        committed: Tensor | Sequence[int] | int = 0,
+    ) -> TreePlan:  # fmt: skip
+        """The plan of a pass over trees behind the texts, within the window; see ``Texts.plan`` and ``windowed``."""
+        plan = texts.plan(draft, self.attention, ahead, computed)
+        return plan if self._window is None else windowed(plan, self._window, committed)
+
     def _count(self, one: CachedSequence) -> int:
         return sum(len(tokens_C) for _, tokens_C in self._waiting.get(one, ()))
 
     def _catch_up(self, own: Sequence[CachedSequence]) -> None:
-        """Compute pending rows."""
+        """Compute pending rows, in passes of at most a window's rows of each text."""
         behind = [one for one in own if one in self._waiting]
         if not behind:
             return
-        counts, parts = [self._count(one) for one in behind], [self._waiting.pop(one) for one in behind]
-        hidden_BCF = pad_sequence([torch.cat([hidden for hidden, _ in rows]) for rows in parts], batch_first=True)
-        tokens_BC = pad_sequence([torch.cat([tokens for _, tokens in rows]) for rows in parts], batch_first=True)
-        for one, out_D in zip(behind, self.extend(behind, self.states(hidden_BCF), tokens_BC, counts), strict=True):
-            self._latest[one] = out_D
+        parts = [zip(*self._waiting.pop(one), strict=True) for one in behind]
+        hidden, tokens = zip(*[[torch.cat(rows) for rows in pair] for pair in parts], strict=True)
+        most = max(map(len, tokens))
+        step = self._window or most
+        for first in range(0, most, step):
+            left, rows = [index for index, each in enumerate(tokens) if len(each) > first], slice(first, first + step)
+            some, counts = [behind[index] for index in left], [len(tokens[index][rows]) for index in left]
+            hidden_BCF = pad_sequence([hidden[index][rows] for index in left], batch_first=True)
+            tokens_BC = pad_sequence([tokens[index][rows] for index in left], batch_first=True)
+            for one, out_D in zip(some, self.extend(some, self.states(hidden_BCF), tokens_BC, counts), strict=True):
+                self._latest[one] = out_D
 
 
 Cached = Sequence[CachedSequence] | Mapping[Follower, Followed]

@@ -69,7 +69,7 @@ class _Pass(ctypes.Structure):
             )
         ],
         *[(name, _FLOAT) for name in ("epsilon", "scaling", "residual", "multiplier")],
-        *[(name, _POINTER) for name in ("lengths", "tokens", "parents", "firsts")],
+        *[(name, _POINTER) for name in ("lengths", "tokens", "parents", "skipped", "firsts")],
         ("computed", _INT), ("together", _INT),
         ("table", _POINTER), ("table_stride", _INT), ("table_rows", _INT),
         *[
@@ -310,6 +310,7 @@ def _run(
     at.firsts, at.keys, at.values = ctypes.addressof(firsts), ctypes.addressof(keys), ctypes.addressof(values)
     at.cosines, at.sines, at.rotated = cosines.data_ptr(), sines.data_ptr(), cosines.shape[1]
     at.out, blocks = out.data_ptr(), plan.table.blocks
+    at.skipped = None if plan.skipped is None else plan.skipped.data_ptr()
     at.states = None if states is None else states.data_ptr()
     at.table, at.table_stride, at.table_rows = blocks.data_ptr(), blocks.stride(0), plan.table.size
     native.kernels().medusa_pass(ctypes.byref(at))

@@ -118,11 +118,11 @@ def layer_of(values: Mapping[str, Any], norms: Mapping[str, bool]) -> tuple[Laye
     if kind not in ("llama", "qwen3"):
         raise ValueError(f"its layer is of the kind {kind!r}, and only 'llama' and 'qwen3' can be loaded")
     config = AutoConfig.for_model(kind, **{key: value for key, value in values.items() if key != "model_type"})
-    rope = config.rope_parameters or {}
+    rope, kinds = config.rope_parameters or {}, set(values.get("layer_types") or ())
     for told, what in (
         (config.hidden_act != "silu", f"the activation {config.hidden_act!r}"),
         (getattr(config, "mlp_bias", False), "biases in its MLP"),
-        ("sliding_attention" in (getattr(config, "layer_types", None) or ()), "a sliding window"),
+        (len(kinds) > 1, "a sliding window in some of its layers"),
         (values.get("target_hidden_size") not in (None, config.hidden_size), "a hidden size of its own"),
         (
             rope.get("rope_type") not in ROTARY or rope.get("partial_rotary_factor", 1.0) != 1.0,
@@ -131,8 +131,9 @@ def layer_of(values: Mapping[str, Any], norms: Mapping[str, bool]) -> tuple[Laye
     ):
         if told:
             raise ValueError(f"it has {what}, which heads here do not support")
-    bias = bool(config.attention_bias)
-    return LayerConfig.of(config, **{"attention_bias": bias, "norm_heads": kind == "qwen3", **norms}), config
+    bias, window = bool(config.attention_bias), values.get("sliding_window") if "sliding_attention" in kinds else None
+    own = {"attention_bias": bias, "norm_heads": kind == "qwen3", "window": window}
+    return LayerConfig.of(config, **{**own, **norms}), config
 
 
 def decoder_values(export: Export, layers: int = 1) -> dict[str, Any]:
@@ -143,7 +144,9 @@ def decoder_values(export: Export, layers: int = 1) -> dict[str, Any]:
     config, layer = export.heads.config, export.heads.config.layer
     assert layer is not None, "heads with a memory have one"
     context = export.base.context_length if export.base else 0
-    return {
+    sliding: dict[str, Any] = {"use_sliding_window": True, "sliding_window": layer.window}
+    sliding["layer_types"] = ["sliding_attention"] * layers
+    return ({} if layer.window is None else sliding) | {
         "model_type": "qwen3" if layer.norm_heads else "llama",
         "num_hidden_layers": layers,
         "hidden_act": "silu",

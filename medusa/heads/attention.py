@@ -107,7 +107,7 @@ class AttentionHeads(RememberingHeads):
         states_BmD = of_parents(self.handed_down(tree.out, self.output_norm(tree.out)), parents_Bm)
         draft = Draft.of(tokens_BN, parents_BN, depth=computed)
         # The root is cached already: it is the last row of the text and the tree's first node.
-        plan = tree.texts.plan(draft, self.memory.attention, ahead=-1, computed=computed)
+        plan = self.memory.plan(tree.texts, draft, ahead=-1, computed=computed, committed=1)
         out_RD = self.memory.run(tree.texts.pool, plan, states_BmD.flatten(0, 1))
         return Growth(tree.texts, tokens_BN, parents_BN, out_RD.view_as(states_BmD))
 
@@ -154,7 +154,7 @@ class LayerMemory(Follower):
     """
 
     def __init__(self, heads: AttentionHeads, vocabulary: Vocabulary) -> None:
-        super().__init__(vocabulary.attention, next(heads.parameters()).device)
+        super().__init__(vocabulary.attention, next(heads.parameters()).device, heads._layer.window)
         self._heads, self._vocabulary = heads, vocabulary
         self._scoring = Scoring(heads._layer.head_dim**-0.5)
         self.fused = _fused(heads, vocabulary)
@@ -167,9 +167,9 @@ class LayerMemory(Follower):
         """A pass of the layer over rows of trees; on a CPU one C++ call if the kernel supports the layer."""
         heads = self._heads
         if self.fused is not None:
-            return self.fused(pool, plan, heads.rotary.tables(plan.kv_length, states_RD), states_RD)
+            return self.fused(pool, plan, heads.rotary.tables(plan.reach, states_RD), states_RD)
         embedded_RD = self._vocabulary.embed(plan.tokens).to(states_RD.dtype)
-        query_RHd, key_RGd, value_RGd = heads.project(states_RD, embedded_RD, plan.positions, plan.kv_length)
+        query_RHd, key_RGd, value_RGd = heads.project(states_RD, embedded_RD, plan.positions, plan.reach)
         with pool.cache.running(plan) as cache:
             keys, values = cache.update(key_RGd.transpose(0, 1)[None], value_RGd.transpose(0, 1)[None], 0)
         return heads.finish(states_RD, attend(plan, query_RHd, keys, values, self._scoring))

@@ -153,7 +153,7 @@ class BlockMemory(Follower):
     """
 
     def __init__(self, heads: BlockHeads, vocabulary: Vocabulary) -> None:
-        super().__init__(vocabulary.attention, next(heads.parameters()).device)
+        super().__init__(vocabulary.attention, next(heads.parameters()).device, heads._layer.window)
         self._heads, self._vocabulary = heads, vocabulary
         self._scoring = Scoring(heads._layer.head_dim**-0.5)
         self.fused = _fused(heads, vocabulary)
@@ -170,8 +170,8 @@ class BlockMemory(Follower):
         """Compute and cache the rows' keys and values in all layers; returns the states."""
         heads = self._heads
         if self.fused is not None:
-            return self.fused[0](pool, plan, heads.rotary.tables(plan.kv_length, states_RD), states_RD)
-        text_RD, angles = heads.text_norm(states_RD), heads.rotary.at(plan.positions, plan.kv_length, states_RD)
+            return self.fused[0](pool, plan, heads.rotary.tables(plan.reach, states_RD), states_RD)
+        text_RD, angles = heads.text_norm(states_RD), heads.rotary.at(plan.positions, plan.reach, states_RD)
         with pool.cache.running(plan) as cache:
             for index, layer in enumerate(heads.layers):
                 key, value = layer.key_value(text_RD, angles)
@@ -187,10 +187,10 @@ class BlockMemory(Follower):
         x_BKD = heads.rows(state_BD, roots_B, self._vocabulary)
         depths, x_RD = x_BKD.shape[1], x_BKD.flatten(0, 1)
         block = dataclasses.replace(Draft.chain(roots_B[:, None].expand(-1, depths)), together=True)
-        plan = texts.plan(block, self.attention)
+        plan = self.plan(texts, block)
         if self.fused is not None:
-            return self.fused[1](pool, plan, heads.rotary.tables(plan.kv_length, x_RD), x_RD).view_as(x_BKD)
-        angles = heads.rotary.at(plan.positions, plan.kv_length, x_RD)
+            return self.fused[1](pool, plan, heads.rotary.tables(plan.reach, x_RD), x_RD).view_as(x_BKD)
+        angles = heads.rotary.at(plan.positions, plan.reach, x_RD)
         with pool.cache.running(plan) as cache:
             for index, layer in enumerate(heads.layers):
                 normed_RD = layer.input_norm(x_RD)
@@ -222,18 +222,19 @@ def _attend(
     """Attention outputs [R, K, H, d]: a block sees the text of its document up to its anchor, and itself."""
     rows = [documents.places, query_RKHd, key_RKGd, value_RKGd]
     return documents.joined(
-        [_attend_some(*block, *text) for text, block in documents.groups([key_MGd, value_MGd], rows)]
+        [_attend_some(documents, *block, *text) for text, block in documents.groups([key_MGd, value_MGd], rows)]
     )
 
 
 def _attend_some(
-    places: Tensor, query: Tensor, block_key: Tensor, block_value: Tensor, key: Tensor, value: Tensor
-) -> Tensor:
+    documents: Documents, places: Tensor, query: Tensor, block_key: Tensor, block_value: Tensor, key: Tensor,
+    value: Tensor,
+) -> Tensor:  # fmt: skip
     """``_attend`` for n documents: places [n, r], a block's tensors [n, r, K, .., d], the texts' [n, l, G, d]."""
     length, groups, size = key.shape[1:]
     query = query.unflatten(3, (groups, -1))
-    later_nrl = torch.arange(length, device=places.device) > places[..., None]
-    text = torch.einsum("nrkghd,nlgd->nrkghl", query, key).masked_fill(later_nrl[:, :, None, None, None], -torch.inf)
+    unseen_nrl = documents.unseen(places, length)
+    text = torch.einsum("nrkghd,nlgd->nrkghl", query, key).masked_fill(unseen_nrl[:, :, None, None, None], -torch.inf)
     block = torch.einsum("nrkghd,nrjgd->nrkghj", query, block_key)
     weights = (torch.cat([text, block], dim=-1) * size**-0.5).softmax(-1)
     out = torch.einsum("nrkghl,nlgd->nrkghd", weights[..., :length], value)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from medusa.base.documents import document_lengths
+from medusa.cache.window import unseen
 
 STRETCH = 1.5
 """Documents of a group are padded to at most this many times their length."""
@@ -37,6 +38,7 @@ class Documents:
         text_places: int64 [M], position of each token in its document, from 0.
         wanted_M: bool, where heads guess.
         together: Compute several documents at a time. None = on a GPU, where each kernel costs more than the padding.
+        window: See ``unseen`` of ``medusa.cache.window``.
 
     Attributes:
         text_places: As given.
@@ -45,7 +47,9 @@ class Documents:
         longest: Number of positions of the longest document.
     """
 
-    def __init__(self, text_places: Tensor, wanted_M: Tensor, together: bool | None = None) -> None:
+    def __init__(
+        self, text_places: Tensor, wanted_M: Tensor, together: bool | None = None, window: int | None = None
+    ) -> None:
         lengths = document_lengths(text_places).cpu()
         lengths = lengths if len(lengths) else lengths.new_zeros(1)
         self.text_places, self.longest = text_places, int(lengths.max())
@@ -55,7 +59,7 @@ class Documents:
             torch.bucketize(self.wanted.cpu(), lengths.cumsum(0), right=True), minlength=len(lengths)
         )
         self._counts = counts[: len(lengths)]
-        self._lengths = lengths
+        self._lengths, self._window = lengths, window
         together = text_places.device.type != "cpu" if together is None else together
         self._picks: Tensor | None = None
         self._groups = self._padded() if together else self._alone()
@@ -64,6 +68,10 @@ class Documents:
         """Tensors [n, l, ..] of [M, ..], and [n, r, ..] of [R, ..], of each group."""
         for group in self._groups:
             yield [_take(text, group.text) for text in texts], [_take(row, group.rows) for row in rows]
+
+    def unseen(self, places_nr: Tensor, length: int) -> Tensor:
+        """Bool [n, r, length]: the positions of their documents that guesses at these places do not see."""
+        return unseen(places_nr, length, self._window)
 
     def joined(self, parts: Sequence[Tensor]) -> Tensor:
         """Tensors [n, r, ..] of all groups as [R, ..], in the order of the documents, without padding."""

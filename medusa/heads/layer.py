@@ -38,9 +38,13 @@ class LayerConfig:
     """Norm queries and keys head by head, as Qwen 3 does."""
     attention_bias: bool = False
     """The projections of its attention have biases."""
+    window: int | None = None
+    """A row sees this many last positions of the text (up to a block more) and the first ones; None = the whole text.
+    See ``medusa.cache.window``."""
 
     def __post_init__(self) -> None:
-        for name in ("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size"):
+        sizes = ["num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size"]
+        for name in sizes if self.window is None else [*sizes, "window"]:
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise ValueError(
@@ -53,14 +57,14 @@ class LayerConfig:
             )
 
     @classmethod
-    def of(cls, config: PreTrainedConfig, **options: bool) -> "LayerConfig":
+    def of(cls, config: PreTrainedConfig, **options: Any) -> "LayerConfig":
         """The shape of a base's layer, from the config of its language model.
 
         Rotary positions that depend on more than the position (those that stretch with the text) are not copied.
 
         Args:
             config: The config of the base.
-            **options: Fields for norms and biases.
+            **options: Fields for norms, biases and the window.
         """
         rope = getattr(config, "rope_parameters", None) or {}
         rope = rope.get("full_attention", rope)  # if kinds of layers differ

@@ -66,7 +66,7 @@ class RememberingHeads(DraftHeads):
             places_M = torch.arange(len(hidden_MF), device=hidden_MF.device)
         if wanted_M is None:
             wanted_M = torch.ones_like(places_M, dtype=torch.bool)
-        documents = Documents(places_M, wanted_M)
+        documents = Documents(places_M, wanted_M, window=self._layer.window)
         features_KRD = self.drafted(self.fuse(hidden_MF), path_MK, vocabulary, documents)
         shape = (len(features_KRD), len(hidden_MF), features_KRD.shape[2])
         return features_KRD.new_zeros(shape).index_copy(1, documents.wanted, features_KRD)

@@ -29,19 +29,19 @@ class Text:
         """Attention outputs [R, H, d] for queries of the latest pass."""
         rows, passes = [query_RHd, self._documents.places, *self.keys[1:], *self.values[1:]], len(self.keys) - 1
         return self._documents.joined([
-            _attend(query, places, key, value, own[:passes], own[passes:])
+            _attend(query, self._documents.unseen(places, len(key[0])), key, value, own[:passes], own[passes:])
             for (key, value), (query, places, *own) in self._documents.groups([self.keys[0], self.values[0]], rows)
         ])  # fmt: skip
 
 
 def _attend(
-    query: Tensor, places: Tensor, key: Tensor, value: Tensor, keys: list[Tensor], values: list[Tensor]
+    query: Tensor, unseen: Tensor, key: Tensor, value: Tensor, keys: list[Tensor], values: list[Tensor]
 ) -> Tensor:
-    """Attention of n documents: each of r rows sees the l positions up to its own, and its own row of later passes.
+    """Attention of n documents: each of r rows sees some of the l positions, and its own row of later passes.
 
     Args:
         query: [n, r, H, d].
-        places: [n, r] positions of the rows.
+        unseen: Bool [n, r, l], the positions that a row does not see.
         key: [n, l, G, d] of the first pass.
         value: The same shape.
         keys: [n, r, G, d] of each later pass.
@@ -52,8 +52,7 @@ def _attend(
     """
     length, groups, size = key.shape[1:]
     query = query.unflatten(2, (groups, -1))
-    hidden_nrl = torch.arange(length, device=places.device) > places[..., None]
-    scores = [torch.einsum("nrghd,nlgd->ngrhl", query, key).masked_fill(hidden_nrl[:, None, :, None], -torch.inf)]
+    scores = [torch.einsum("nrghd,nlgd->ngrhl", query, key).masked_fill(unseen[:, None, :, None], -torch.inf)]
     scores += [torch.einsum("nrghd,nrgd->ngrh", query, own)[..., None] for own in keys]
     weights = (torch.cat(scores, dim=-1) * size**-0.5).softmax(-1)
     out = torch.einsum("ngrhl,nlgd->nrghd", weights[..., :length], value)

@@ -3,7 +3,7 @@
 import torch
 from torch.nn.functional import linear, rms_norm, silu
 
-from tests.medusa.layer_by_hand import turned
+from tests.medusa.layer_by_hand import turned, within
 
 
 def recomputed(heads, base, text, path):
@@ -34,6 +34,7 @@ def recomputed(heads, base, text, path):
             key = rms_norm(key, (layer.head_dim,), block.key_norm.weight, layer.rms_norm_eps)
         query, key = (turned(x, cosines, sines)[first:] for x, first in ((query, end), (key, 0)))
         scores = torch.einsum("qhd,khd->hqk", query, key.repeat_interleave(groups, dim=1)) * layer.head_dim**-0.5
+        scores = scores.masked_fill(~within(layer.window, torch.tensor(end), end + depths), -torch.inf)
         mixed = torch.einsum("hqk,khd->qhd", scores.softmax(-1), value.repeat_interleave(groups, dim=1)).flatten(1)
         rows = rows + linear(mixed, block.o_proj.weight, block.o_proj.bias)
         normed = block.mlp_norm(rows)

@@ -3,6 +3,8 @@
 import torch
 from torch.nn.functional import linear, rms_norm, silu
 
+from medusa.cache import BLOCK
+
 
 def recomputed(heads, base, text, path):
     """Logits of the token behind a path below the last token of a text, by the layer over all of it at once."""
@@ -37,6 +39,7 @@ def recomputed(heads, base, text, path):
         values.append(value.repeat_interleave(groups, dim=1))
         scores = torch.einsum("lhd,thd->hlt", query, torch.cat(keys)) * layer.head_dim**-0.5
         scores = scores.masked_fill(torch.arange(end - 1) > places[:, None], -torch.inf)
+        scores = scores.masked_fill(~within(layer.window, (places + 1).clamp(max=len(text) - 1), end - 1), -torch.inf)
         mixed = torch.einsum("hlt,thd->lhd", scores.softmax(-1), torch.cat(values)).flatten(1)
         state = heads.state_norm(state) if layer.norm_before_residual else state
         state = state + linear(mixed, heads.o_proj.weight, heads.o_proj.bias)
@@ -45,6 +48,15 @@ def recomputed(heads, base, text, path):
         out = (state + linear(gated, heads.down_proj.weight))[-1:]
         state, first = heads.output_norm(out) if layer.norm_output else out, end - 1
     return linear(heads.output_norm(out), heads.lm_heads[0])[0]
+
+
+def within(window, ends, length):
+    """Bool [.., length]: positions that a layer sees of texts which end there, and those behind these ends."""
+    index = torch.arange(length)
+    if window is None:
+        return torch.ones_like(index, dtype=torch.bool)
+    first = (ends - window).clamp(min=0) // BLOCK * BLOCK
+    return (index < BLOCK) | (index >= first[..., None])
 
 
 def turned(x, cosines, sines):

@@ -21,6 +21,7 @@ from medusa.engine.graph import KEPT_GRAPHS, StepGraphs
 from medusa.engine.step import verify
 from medusa.heads import ARCHITECTURES
 from medusa.heads.frozen import freeze
+from medusa.heads.layer import LayerConfig
 from medusa.state import DecodeState
 from tests.medusa.kinds import REMEMBER
 from tests.medusa.known_text import Chain
@@ -129,13 +130,17 @@ def test_drafts_of_all_heads_can_be_recorded(base, make_heads, name, options):
     assert model.recorder.recorded == 1
 
 
-@pytest.mark.parametrize("name", ["dynamic", "static", pytest.param("sampled hybrid", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("name", "window"),
+    [("dynamic", None), ("dynamic", 6), ("static", None), pytest.param("sampled hybrid", None, marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize("architecture", REMEMBER)
-def test_heads_that_remember_draft_what_they_draft_eagerly(base, make_heads, monkeypatch, architecture, name):
+def test_heads_that_remember_draft_what_they_draft_eagerly(base, make_heads, monkeypatch, architecture, name, window):
     """When others join and leave, in buckets and caches that grow, behind texts that are known."""
     monkeypatch.setattr("medusa.engine.graph.SHORTEST", 16)
     monkeypatch.setattr("medusa.cache.pool.RESERVED", 2 * BLOCK)
-    heads = make_heads(4, architecture=architecture, feature_layers=(1,), own_lm_heads=True)
+    layer = LayerConfig.of(base.config, window=window)
+    heads = make_heads(4, architecture=architecture, feature_layers=(1,), own_lm_heads=True, layer=layer)
     model, eager = graphed(base, heads), MedusaModel(base, heads)
     drafter, heat = DRAFTERS[name](model.heads, model.base), 1.0 if "sampled" in name else 0.0
     params = [SamplingParams(max_new_tokens=most, temperature=heat, ignore_eos=True, seed=3) for most in (40, 9, 24)]
@@ -174,10 +179,11 @@ def test_the_step_on_the_device_never_asks_the_host(make_heads, base, name, sett
     assert (after.roots.shape, after.hidden.shape) == (state.roots.shape, state.hidden.shape)
 
 
+@pytest.mark.parametrize("window", [None, 6])
 @pytest.mark.parametrize("architecture", REMEMBER)
-def test_nor_do_layers_that_follow(make_heads, base, architecture):
-    meta = on_meta(base)
-    heads = freeze(make_heads(4, architecture=architecture).to("meta", meta.dtype), meta)
+def test_nor_do_layers_that_follow(make_heads, base, architecture, window):
+    meta, layer = on_meta(base), LayerConfig.of(base.config, window=window)
+    heads = freeze(make_heads(4, architecture=architecture, layer=layer).to("meta", meta.dtype), meta)
     drafter, pool, own = heads_drafter(heads, meta, 12), meta.new_pool(4 * BLOCK), heads.memory.new_pool()
     with torch.inference_mode():
         state, table = meta_state(meta)

@@ -31,8 +31,10 @@ SHAPES = {
     "attention, a layer of features": (OWN | ONE, EAGLE_31),
     "attention, a layer of features, as in EAGLE-3": (OWN | ONE, EAGLE_3),
     "attention, a layer of features, with other norms": (OWN | ONE, OTHERS),
+    "attention, a window": (OWN, {"window": 6}),
     "block": (OWN, {}),
     "block, two layers of features": (ONE | {"num_layers": 2}, {}),
+    "block, two layers with a window": (ONE | {"num_layers": 2}, {"window": 6}),
     "block behind a soft cap": (ONE, {}),
     "block, a part of the vocabulary": (ONE | PART, {}),
     "block, masked rows": (ONE | {"mask_token": 9}, {}),
@@ -56,10 +58,12 @@ def model(request, base, make_heads):
     return model
 
 
-@pytest.fixture(params=["attention", "block"])
-def make(request, make_heads):
+@pytest.fixture(params=["attention", "block", "attention, a window", "block, a window"])
+def make(request, base, make_heads):
     """Makes heads of each kind."""
-    return lambda num_heads=4, **options: make_heads(num_heads, architecture=request.param, **options)
+    kind, _, window = request.param.partition(", ")
+    layer = LayerConfig.of(base.config, window=6 if window else None)
+    return lambda num_heads=4, **options: make_heads(num_heads, architecture=kind, layer=layer, **options)
 
 
 @pytest.mark.parametrize(
@@ -135,6 +139,20 @@ def test_what_is_known_of_a_text_is_not_computed_again(base, make, monkeypatch):
         assert sum(computed) - rows == rows + known
 
 
+@pytest.mark.parametrize("architecture", ["attention", "block"])
+def test_a_window_that_covers_the_text_changes_no_bit(base, make_heads, architecture):
+    drafts = []
+    for window in (None, 60, 6):
+        layer = LayerConfig.of(base.config, window=window)
+        model = MedusaModel(base, make_heads(4, architecture=architecture, layer=layer, **ONE, **OWN))
+        drafter = Watched(model.heads, model.base, 9, host_decides=False)
+        model.generate(TEXTS[2], max_new_tokens=10, ignore_eos=True, drafter=drafter)
+        drafts.append(drafter.seen[0][1])
+    assert len(TEXTS[2]) - 6 > 2 * BLOCK and drafts[0].scores is not None
+    assert torch.equal(drafts[1].tokens, drafts[0].tokens) and torch.equal(drafts[1].scores, drafts[0].scores)
+    assert not torch.equal(drafts[2].scores, drafts[0].scores)
+
+
 def test_requests_choose_heads_of_all_kinds(base, make, make_heads):
     """In one batch; who asks for no drafts is not followed."""
     kinds = {"attention": make_heads(3, architecture="attention"), "recurrent": make_heads(2, **ONE)}
@@ -183,7 +201,7 @@ def test_without_a_text_they_say_what_to_do(base, make):
 
 @pytest.mark.skipif(not available(), reason="there is no C++ compiler here")
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("norms", [EAGLE_3, EAGLE_31, OTHERS], ids=["3", "3.1", "others"])
+@pytest.mark.parametrize("norms", [EAGLE_3, EAGLE_31, OTHERS, {"window": 17}], ids=["3", "3.1", "others", "window"])
 def test_attention_in_one_call_is_that_in_python(base_directory, make_heads, monkeypatch, norms, dtype):
     """Of prompts and of levels of trees, in a batch."""
     base = BaseModel.load(base_directory, dtype=dtype, device="cpu")

@@ -9,6 +9,7 @@ import torch
 from medusa import BaseModel, DraftHeads, HeadsConfig, build_heads
 from medusa.data.packing import IGNORE, pack
 from medusa.data.sources import Sample
+from medusa.formats import load_heads
 from medusa.heads.documents import Documents
 from medusa.heads.layer import LayerConfig
 from medusa.train.blocks import Block
@@ -21,10 +22,15 @@ from tests.train.jobs import Acting, assert_same_run, metrics, run
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
 HEADS = 3
-SHAPES = {"attention": {"own_lm_heads": True}, "block": {"num_layers": 2, "rank": 4}}
+ATTENTION, BLOCK = {"own_lm_heads": True}, {"num_layers": 2, "rank": 4}
+SHAPES = {
+    "attention": (ATTENTION, None), "block": (BLOCK, None), "attention, a window": (ATTENTION, 6),
+    "block, a window": (BLOCK, 6),
+}  # fmt: skip
+"""Of heads, and their windows."""
 RECIPES = {
     "attention": {"heads.architecture": "attention", "heads.feature_layers": 1, "heads.own_lm_heads": True},
-    "block": {"heads.architecture": "block", "heads.feature_layers": 1, "heads.rank": 8},
+    "block": {"heads.architecture": "block", "heads.feature_layers": 1, "heads.rank": 8, "heads.window": 9},
 }
 
 
@@ -36,9 +42,10 @@ def frozen(base: Path) -> BaseModel:
 @pytest.fixture(scope="module", params=SHAPES)
 def heads(request: pytest.FixtureRequest, frozen: BaseModel) -> DraftHeads:
     torch.manual_seed(0)
+    options, window = SHAPES[request.param]
     config = HeadsConfig(
-        frozen.hidden_size, frozen.vocab_size, HEADS, architecture=request.param, feature_layers=(1,),
-        layer=LayerConfig.of(frozen.config), **SHAPES[request.param],
+        frozen.hidden_size, frozen.vocab_size, HEADS, architecture=request.param.partition(",")[0], feature_layers=(1,),
+        layer=LayerConfig.of(frozen.config, window=window), **options,
     )  # fmt: skip
     heads = build_heads(config).double()
     heads.init_from_base(frozen.lm_head_weight)
@@ -56,8 +63,8 @@ def sample(length: int, seed: int) -> Sample:
 @torch.no_grad()
 def test_trained_logits_are_those_of_a_draft_along_the_text(frozen: BaseModel, heads: DraftHeads) -> None:
     """Of two documents in a row; where nothing is learnt nothing is computed."""
-    documents = [sample(17, 1), sample(11, 2)]
-    packed, rows = pack(documents, row_tokens=32), torch.tensor([0])
+    documents = [sample(79, 1), sample(11, 2)]
+    packed, rows = pack(documents, row_tokens=96), torch.tensor([0])
     positions = Positions.of(packed, rows, HEADS, whole=True)
     labels = positions.targets[:, 1:]
     hidden = BasePass(frozen, packed, HEADS, 1, whole=True).read(rows)
@@ -67,11 +74,11 @@ def test_trained_logits_are_those_of_a_draft_along_the_text(frozen: BaseModel, h
         logits = heads.head_logits(head, features[head], frozen)
         for number, row in enumerate(logits):
             if labels[number, head] != IGNORE:
-                text = documents[number >= 17].input_ids.tolist()
+                text = documents[number >= 79].input_ids.tolist()
                 end = int(positions.places[number]) + 2
                 torch.testing.assert_close(row, recomputed(heads, frozen, text[:end], text[end : end + head]))
                 compared += 1
-    assert compared == HEADS * (9 + 6)
+    assert compared == HEADS * (40 + 6)
 
 
 def test_documents_are_computed_together_as_alone(
@@ -157,6 +164,8 @@ def test_they_learn_and_a_killed_run_ends_as_another(
         assert run(recipe, tmp_path / "killed", **values) == 130
     assert run(recipe, tmp_path / "killed", **values) == 0
     assert_same_run(tmp_path / "killed", tmp_path / "whole", tolerance=1e-6)
+    written = load_heads(tmp_path / "whole" / "heads").config.layer
+    assert written is not None and written.window == values.get("heads.window")
     first, *_, last, figures = metrics(tmp_path / "whole")
     assert all(end < 0.6 * start for start, end in zip(first["head_loss"], last["head_loss"], strict=True))
     assert all(share > 0.1 for share in figures["heldout_top1"])

@@ -23,6 +23,7 @@ struct Pass {
     int64_t context;              // positions behind it become its last one
     float epsilon, scaling, residual, multiplier;
     const int64_t *lengths, *tokens, *parents;  // [batch], [rows], [nodes]
+    const int64_t* skipped;                     // [batch] positions before a row that are not in its table, or null
     const int64_t* firsts;                      // [batch + 1] where the nodes of each sequence begin
     int64_t computed, together;                 // see Layer
     Table table;
@@ -255,7 +256,8 @@ template <class T, class W> class Run {  // W: how its weights are met
             for (int64_t n = at.computed; n < count; n++) {
                 const int64_t token = at.tokens[positions.size()];
                 if (token < 0 || token >= at.embeddings.outputs) throw std::out_of_range("token");
-                positions.push_back(std::min(at.lengths[b] + depth[n], at.context - 1));
+                const int64_t skipped = at.skipped ? at.skipped[b] : 0;
+                positions.push_back(std::min(at.lengths[b] + skipped + depth[n], at.context - 1));
                 places.push_back(at.table.place(b, at.lengths[b] + n));
             }
         }

@@ -19,6 +19,8 @@ KINDS = {
     "3.1": {},
     "joint": {"norm_jointly": True, "norm_output": False},
     "qwen3": {"norm_features": False, "norm_heads": True, "norm_before_residual": True, "attention_bias": True},
+    "window": {"window": 6},
+    "qwen3, window": {"norm_features": False, "norm_heads": True, "window": 6},
 }
 FORMS = ("eagle3", "speculators")
 TEXT = torch.tensor([5, 6, 7, 9, 4, 4, 30, 21, 6, 7, 12, 40])
@@ -178,7 +180,7 @@ def test_what_they_cannot_hold_is_refused(new_heads, form, options, reason):
         ({"hidden_act": "gelu"}, "the activation 'gelu'"),
         ({"mlp_bias": True}, "biases in its MLP"),
         ({"target_hidden_size": 64}, "a hidden size of its own"),
-        ({"model_type": "qwen3", "layer_types": ["sliding_attention"], "sliding_window": 8}, "a sliding window"),
+        ({"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}, "a sliding window in some"),
         ({"model_type": "gemma"}, "of the kind 'gemma'"),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, r"positions .* \(dynamic\)"),
         ({"fc_norm": True}, "'fc_norm.0.weight' is missing"),
