@@ -18,6 +18,8 @@ from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, 
 from .base import HOLE, Base
 from .layer import LayerConfig
 
+BLOCK = 32
+"""A window begins with a whole block, and the first block of a text is always seen."""
 Angles = tuple[Tensor, Tensor]  # cosines and sines [B, 1, n, d]
 
 
@@ -114,6 +116,15 @@ class Remembering(ABC):
             layers = rms_norm(layers, normed, eps=self._shape.rms_norm_eps) * self._tensors["feature_norm"]
         return linear(layers.flatten(-2), self._tensors["fusion.weight"])
 
+    def _seen(self, memory: Memory) -> Tensor:
+        """The rows of the texts that drafted nodes see, bool [B, 1, L]."""
+        seen_BL = memory.positions != HOLE
+        if self._shape.window is not None:
+            lengths_B1 = memory.positions.amax(1, keepdim=True) + 1
+            start_B1 = (lengths_B1 - self._shape.window).clamp(min=0) // BLOCK * BLOCK
+            seen_BL = seen_BL & ((memory.positions < BLOCK) | (memory.positions >= start_B1))
+        return seen_BL[:, None]
+
     def _angles(self, positions_Bn: Tensor, like: Tensor) -> Angles:
         cosines, sines = self._rotary(like, positions_Bn)
         return cosines[:, None], sines[:, None]
@@ -138,9 +149,8 @@ class Attention(Remembering):
 
     def begin(self, base: Base, memory: Memory, roots_B: Tensor, hidden_BF: Tensor) -> Growth:
         """The root's input; its key and value are the last ones of the text."""
-        seen_B1L = (memory.positions != HOLE)[:, None]
-        positions_B1 = memory.positions.amax(1, keepdim=True)
-        return Growth(self._fuse(base, hidden_BF)[:, None], seen_B1L, positions_B1, memory.keys[0], memory.values[0])
+        positions_B1, states_B1D = memory.positions.amax(1, keepdim=True), self._fuse(base, hidden_BF)[:, None]
+        return Growth(states_B1D, self._seen(memory), positions_B1, memory.keys[0], memory.values[0])
 
     def level(self, base: Base, head: int, state: Growth, slots_Bm: Tensor, tokens_Bm: Tensor) -> tuple[Tensor, Growth]:
         """See ``Remembering``."""
@@ -180,7 +190,7 @@ class Block(Remembering):
         """Features [B, K, D] of all depths, without corrections."""
         x_BKD, ahead_K = self._rows(base, roots_B, hidden_BF), torch.arange(1, self._count + 1, device=roots_B.device)
         angles = self._angles(memory.positions.amax(1, keepdim=True) + ahead_K, x_BKD)
-        text_BKL = (memory.positions != HOLE)[:, None].expand(-1, self._count, -1)
+        text_BKL = self._seen(memory).expand(-1, self._count, -1)
         seen = torch.cat([text_BKL, text_BKL.new_ones(len(roots_B), self._count, self._count)], dim=2)
         for layer, keys, values in zip(self._layers, memory.keys, memory.values, strict=True):
             normed = layer.norm("input", x_BKD)
