@@ -12,6 +12,7 @@ VARIANTS = """
 one: {heads.architecture: medusa}
 two: {heads.architecture: recurrent, optim.loss: kl}
 three: {heads.architecture: block}
+four: {heads.architecture: attention}
 """
 
 
@@ -28,7 +29,7 @@ def words(tmp_path, base_directory, samples, heldout, monkeypatch):
 def test_variants_are_trained_once_and_compared(words, tmp_path, capsys):
     assert main([*words, "--seeds", "2"]) == 0
     report = json.loads((tmp_path / "out" / "report.json").read_text())
-    assert [row["variant"] for row in report["rows"]] == list(report["variants"]) == ["one", "two", "three"]
+    assert [row["variant"] for row in report["rows"]] == list(report["variants"]) == ["one", "two", "three", "four"]
     for row in report["rows"]:
         steps = [figures["heldout_tokens_per_step"] for figures in row["figures"]]
         assert len(steps) == 2

@@ -271,19 +271,35 @@ def law(model, prompt, temperature, length):
     return chances
 
 
-def test_samples_of_a_batch_follow_the_models_law(plain, export):
-    prompt, number = PROMPTS[1:2], 400
-    chances = law(plain, prompt[0].tolist(), temperature=4.0, length=3)
+def check_law(model, prompt, export):
+    """Samples of a batch follow the model's law."""
+    number = 400
+    chances = law(model, prompt[0].tolist(), temperature=4.0, length=3)
     torch.manual_seed(0)
-    texts = plain.generate(
+    texts = model.generate(
         prompt, do_sample=True, temperature=4.0, top_k=2, max_new_tokens=3, num_return_sequences=number,
-        eos_token_id=None, custom_generate=export("draft-vocabulary"), trust_remote_code=True, nodes=12,
+        eos_token_id=None, custom_generate=export, trust_remote_code=True, nodes=12,
     )  # fmt: skip
     counts = Counter(map(tuple, texts[:, 5:].tolist()))
     assert counts.keys() <= chances.keys()
     chi_square = sum((counts[path] - number * p) ** 2 / (number * p) for path, p in chances.items())
     freedom = len(chances) - 1
     assert chi_square < freedom + 4 * math.sqrt(2 * freedom)
+
+
+def test_samples_of_a_batch_follow_the_models_law(plain, export):
+    check_law(plain, PROMPTS[1:2], export("draft-vocabulary"))
+
+
+def damaged(export, directory, change):
+    """A copy of exported heads whose config and tensors are changed."""
+    shutil.copytree(export, directory)
+    config, weights = directory / "config.json", directory / "heads.safetensors"
+    values, tensors = json.loads(config.read_text()), load_file(weights)
+    change(values, tensors)
+    config.write_text(json.dumps(values))
+    save_file(tensors, weights)
+    return str(directory)
 
 
 BAD = {
@@ -298,14 +314,9 @@ BAD = {
 @pytest.mark.parametrize("name", BAD)
 def test_heads_that_do_not_fit(plain, export, tmp_path, name):
     change, message = BAD[name]
-    shutil.copytree(export(), tmp_path / "heads")
-    config, weights = (tmp_path / "heads" / file for file in ("config.json", "heads.safetensors"))
-    values, tensors = json.loads(config.read_text()), load_file(weights)
-    change(values, tensors)
-    config.write_text(json.dumps(values))
-    save_file(tensors, weights)
+    heads = damaged(export(), tmp_path / "heads", change)
     with pytest.raises(ValueError, match=message):
-        plain.generate(PROMPTS[:1], custom_generate=str(tmp_path / "heads"), trust_remote_code=True)
+        plain.generate(PROMPTS[:1], custom_generate=heads, trust_remote_code=True)
 
 
 @pytest.mark.parametrize("name", ["config.json", "heads.safetensors"])

@@ -1,13 +1,7 @@
 """Plain transformers with exported heads that remember: this project's drafts, and the model's own text."""
 
-import json
-import math
-import shutil
-from collections import Counter
-
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
 
@@ -18,7 +12,7 @@ from medusa.formats.repository.base import HOLE, Rows
 from medusa.formats.repository.heads import Heads
 from medusa.heads.layer import LayerConfig
 from tests.medusa import test_remembering_heads
-from tests.medusa.formats.test_custom_generate import law, lucky_trees, of_family, passes_of, same
+from tests.medusa.formats.test_custom_generate import check_law, damaged, lucky_trees, of_family, passes_of, same
 from tests.medusa.kinds import REMEMBER
 from tests.medusa.remembering import TEXTS, Watched
 
@@ -117,18 +111,7 @@ def test_options_and_seed_are_heeded(plain, export):
 
 
 def test_samples_of_a_batch_follow_the_models_law(plain, export):
-    prompt, number = torch.tensor([[9, 2, 3, 4, 5]]), 400
-    chances = law(plain, prompt[0].tolist(), temperature=4.0, length=3)
-    torch.manual_seed(0)
-    texts = plain.generate(
-        prompt, do_sample=True, temperature=4.0, top_k=2, max_new_tokens=3, num_return_sequences=number,
-        eos_token_id=None, custom_generate=export, trust_remote_code=True, nodes=12,
-    )  # fmt: skip
-    counts = Counter(map(tuple, texts[:, 5:].tolist()))
-    assert counts.keys() <= chances.keys()
-    chi_square = sum((counts[path] - number * p) ** 2 / (number * p) for path, p in chances.items())
-    freedom = len(chances) - 1
-    assert chi_square < freedom + 4 * math.sqrt(2 * freedom)
+    check_law(plain, torch.tensor([[9, 2, 3, 4, 5]]), export)
 
 
 BAD = {
@@ -142,11 +125,6 @@ BAD = {
 @pytest.mark.parametrize("name", BAD)
 def test_heads_that_do_not_fit(plain, export, tmp_path, name):
     change, message = BAD[name]
-    shutil.copytree(export, tmp_path / "heads")
-    config, weights = (tmp_path / "heads" / file for file in ("config.json", "heads.safetensors"))
-    values, tensors = json.loads(config.read_text()), load_file(weights)
-    change(values, tensors)
-    config.write_text(json.dumps(values))
-    save_file(tensors, weights)
+    heads = damaged(export, tmp_path / "heads", change)
     with pytest.raises(ValueError, match=message):
-        code.generate(plain, heads=str(tmp_path / "heads"), inputs=torch.tensor([[5, 6, 7]]))
+        code.generate(plain, heads=heads, inputs=torch.tensor([[5, 6, 7]]))
