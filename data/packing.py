@@ -52,8 +52,10 @@ class PackedRows:
 
     def supervised(self, rows: Tensor) -> Tensor:
         """bool [B, T]; tokens that may be predicted, of rows [B]."""
-        if not self.prompts:
-            return self.loss_mask[rows]
+        return self.filled(rows) if self.prompts else self.loss_mask[rows]
+
+    def filled(self, rows: Tensor) -> Tensor:
+        """bool [B, T]; tokens that are not padding, of rows [B]."""
         return torch.arange(self.input_ids.shape[1]) < self.lengths[rows][:, None]
 
     def targets(self, rows: Tensor, num_heads: int) -> Tensor:
@@ -80,9 +82,11 @@ class PackedRows:
 
     def fingerprint(self) -> str:
         """Digest of tokens, documents and masks: equal for equal training data."""
-        if self.digest:
-            return self.digest + "-prompts" * self.prompts
-        digest = hashlib.sha256(b"prompts" * self.prompts)
+        digest = self.digest or self._digest()
+        return f"{digest}-prompts" if self.prompts else digest
+
+    def _digest(self) -> str:
+        digest = hashlib.sha256()
         for tensor in (self.input_ids, self.position_ids, self.loss_mask):
             digest.update(np.ascontiguousarray(tensor.numpy()).data)  # no copy: the rows may be larger than memory
         return digest.hexdigest()[:16]

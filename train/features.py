@@ -44,7 +44,7 @@ class Positions:
         targets = packed.targets(rows_B, num_heads)
         kept_BT = (targets != IGNORE).any(2)
         if whole:
-            kept_BT = torch.arange(targets.shape[1]) < packed.lengths[rows_B][:, None]
+            kept_BT = packed.filled(rows_B)
         ids_BT = packed.input_ids[rows_B].long()
         # A head with a target reads tokens of the same document only, so wrapped tokens at a row's end are never read.
         path_BTK = torch.stack([ids_BT.roll(-ahead, dims=1) for ahead in range(1, num_heads + 1)], dim=2)

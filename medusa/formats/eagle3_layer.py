@@ -144,9 +144,10 @@ def decoder_values(export: Export, layers: int = 1) -> dict[str, Any]:
     config, layer = export.heads.config, export.heads.config.layer
     assert layer is not None, "heads with a memory have one"
     context = export.base.context_length if export.base else 0
-    sliding: dict[str, Any] = {"use_sliding_window": True, "sliding_window": layer.window}
-    sliding["layer_types"] = ["sliding_attention"] * layers
-    return ({} if layer.window is None else sliding) | {
+    sliding: dict[str, Any] = {} if layer.window is None else {
+        "use_sliding_window": True, "sliding_window": layer.window, "layer_types": ["sliding_attention"] * layers,
+    }  # fmt: skip
+    return sliding | {
         "model_type": "qwen3" if layer.norm_heads else "llama",
         "num_hidden_layers": layers,
         "hidden_act": "silu",

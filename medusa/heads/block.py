@@ -221,20 +221,19 @@ def _attend(
 ) -> Tensor:
     """Attention outputs [R, K, H, d]: a block sees the text of its document up to its anchor, and itself."""
     rows = [documents.places, query_RKHd, key_RKGd, value_RKGd]
-    return documents.joined(
-        [_attend_some(documents, *block, *text) for text, block in documents.groups([key_MGd, value_MGd], rows)]
-    )
+    return documents.joined([
+        _attend_some(documents.unseen(places, len(key[0])), key, value, *block)
+        for (key, value), (places, *block) in documents.groups([key_MGd, value_MGd], rows)
+    ])  # fmt: skip
 
 
 def _attend_some(
-    documents: Documents, places: Tensor, query: Tensor, block_key: Tensor, block_value: Tensor, key: Tensor,
-    value: Tensor,
-) -> Tensor:  # fmt: skip
-    """``_attend`` for n documents: places [n, r], a block's tensors [n, r, K, .., d], the texts' [n, l, G, d]."""
+    unseen: Tensor, key: Tensor, value: Tensor, query: Tensor, block_key: Tensor, block_value: Tensor
+) -> Tensor:
+    """``_attend`` for n documents: unseen [n, r, l], the texts' tensors [n, l, G, d], a block's [n, r, K, .., d]."""
     length, groups, size = key.shape[1:]
     query = query.unflatten(3, (groups, -1))
-    unseen_nrl = documents.unseen(places, length)
-    text = torch.einsum("nrkghd,nlgd->nrkghl", query, key).masked_fill(unseen_nrl[:, :, None, None, None], -torch.inf)
+    text = torch.einsum("nrkghd,nlgd->nrkghl", query, key).masked_fill(unseen[:, :, None, None, None], -torch.inf)
     block = torch.einsum("nrkghd,nrjgd->nrkghj", query, block_key)
     weights = (torch.cat([text, block], dim=-1) * size**-0.5).softmax(-1)
     out = torch.einsum("nrkghl,nlgd->nrkghd", weights[..., :length], value)

@@ -160,9 +160,9 @@ def _decode(
     rows, index_B1 = Rows(base, heads.feature_layers), torch.arange(batch, device=base.device)[:, None]
     last_B1 = (position_ids[:, -1:] + config.max_length - length).to(base.device)
     tree = Tree.of(input_ids[:, -1:].to(base.device), torch.zeros_like(last_B1), depth=0)
-    hidden_BTF = rows.prefill(input_ids, position_ids, attention_mask)
-    memory = heads.remember(base, None, hidden_BTF[:, :-1], input_ids[:, 1:], rows.kept)
-    hidden_BNF = hidden_BTF[:, -1:]
+    hidden_BNF = rows.prefill(input_ids, position_ids, attention_mask)  # of all tokens of the prompts
+    memory = heads.remember(base, None, hidden_BNF[:, :-1], input_ids[:, 1:], rows.kept)
+    hidden_BNF = hidden_BNF[:, -1:]
     while True:
         logits_BNV = base.logits(hidden_BNF[..., : base.hidden_size])
         paths = [text.follow(*drafted) for text, *drafted in zip(texts, tree.children(), logits_BNV, strict=True)]
