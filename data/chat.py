@@ -68,10 +68,7 @@ def documents(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -
         ValueError: there is no template, the template refuses the conversation, answers cannot be distinguished from
             the rest, or the mask marks nothing or everything.
     """
-    if not tokenizer.chat_template:
-        raise ValueError(
-            f"tokenizer ({tokenizer.name_or_path}) has no chat template; set one, or give samples as text or input_ids"
-        )
+    _check_template(tokenizer)
     messages = _answered(messages)
     try:
         if _GENERATION.search(str(tokenizer.get_chat_template())):
@@ -79,12 +76,33 @@ def documents(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -
         else:
             found = _compared(tokenizer, messages)
     except TemplateError as error:
-        raise ValueError(
-            f"conversation ({_excerpt(messages)!r}) is refused by the chat template: {error}; correct its turns"
-        ) from error
+        raise _refused(messages, error) from error
     for tokens in found:
         _check(tokenizer, messages, *tokens)
     return found
+
+
+def question(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> Tokens:
+    """What the base reads to answer the first question of a conversation; nothing is marked.
+
+    Raises:
+        NoAnswerError: there is no question.
+        ValueError: there is no template, or it refuses the conversation.
+    """
+    _check_template(tokenizer)
+    asked = next((place for place, message in enumerate(messages) if message["role"] == "user"), None)
+    if asked is None:
+        raise NoAnswerError(f"conversation ({_excerpt(messages)!r}) has no question; give it a user turn")
+    try:
+        ids: Any = tokenizer.apply_chat_template(
+            list(messages[: asked + 1]),
+            add_generation_prompt=True,
+            return_dict=False,
+            tokenizer_kwargs={"verbose": False},
+        )
+    except TemplateError as error:
+        raise _refused(messages, error) from error
+    return list(ids), [0] * len(ids)
 
 
 @lru_cache(maxsize=2)  # large vocabularies have hundreds, and every answer needs it
@@ -229,6 +247,19 @@ def _check(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], ids:
     raise ValueError(
         f"conversation ({_excerpt(messages)!r}) has {marked} of its {len(ids)} tokens marked as the assistant's in "
         f"{text!r}; correct its turns, or the marks of the chat template"
+    )
+
+
+def _check_template(tokenizer: PreTrainedTokenizerBase) -> None:
+    if not tokenizer.chat_template:
+        raise ValueError(
+            f"tokenizer ({tokenizer.name_or_path}) has no chat template; set one, or give samples as text or input_ids"
+        )
+
+
+def _refused(messages: Sequence[Message], error: TemplateError) -> ValueError:
+    return ValueError(
+        f"conversation ({_excerpt(messages)!r}) is refused by the chat template: {error}; correct its turns"
     )
 
 

@@ -92,7 +92,7 @@ class PackedRows:
         return digest.hexdigest()[:16]
 
 
-def pack(samples: Sequence[Sample], row_tokens: int) -> PackedRows:
+def pack(samples: Sequence[Sample], row_tokens: int, prompts: bool = False) -> PackedRows:
     """Pack samples into rows by best fit, longest first; deterministic.
 
     Samples longer than a row are cut into pieces; pieces in which no head has a target are dropped.
@@ -100,11 +100,12 @@ def pack(samples: Sequence[Sample], row_tokens: int) -> PackedRows:
     Args:
         samples: token ids with loss masks.
         row_tokens: T.
+        prompts: every token may be a target, marked or not.
 
     Raises:
         ValueError: nothing is left to train on.
     """
-    if packed := pack_window(samples, row_tokens):
+    if packed := pack_window(samples, row_tokens, prompts):
         return packed
     raise ValueError(
         f"samples ({len(samples)}) hold no supervised token past the second one; "
@@ -112,9 +113,9 @@ def pack(samples: Sequence[Sample], row_tokens: int) -> PackedRows:
     )
 
 
-def pack_window(samples: Sequence[Sample], row_tokens: int) -> PackedRows:
+def pack_window(samples: Sequence[Sample], row_tokens: int, prompts: bool = False) -> PackedRows:
     """Pack samples like `pack`, but return no rows if nothing is left."""
-    pieces = [piece for sample in samples for piece in _cut(sample, row_tokens)]
+    pieces = [piece for sample in samples for piece in _cut(sample, row_tokens, prompts)]
     rows = _best_fit([len(ids) for ids, _ in pieces], row_tokens)
     input_ids_RT = torch.zeros(len(rows), row_tokens, dtype=torch.int32)
     loss_mask_RT = torch.zeros(len(rows), row_tokens, dtype=torch.bool)
@@ -133,7 +134,7 @@ def pack_window(samples: Sequence[Sample], row_tokens: int) -> PackedRows:
         position_ids_RT[row, start:] = ramp_T[: row_tokens - start]
         lengths_R[row] = start
     digests_S = torch.tensor([sample_digest(sample) for sample in samples], dtype=torch.int64)
-    return PackedRows(input_ids_RT, position_ids_RT, loss_mask_RT, lengths_R, digests_S)
+    return PackedRows(input_ids_RT, position_ids_RT, loss_mask_RT, lengths_R, digests_S, prompts=prompts)
 
 
 def sample_digest(sample: Sample) -> int:
@@ -142,9 +143,10 @@ def sample_digest(sample: Sample) -> int:
     return int.from_bytes(content, signed=True)
 
 
-def _cut(sample: Sample, row_tokens: int) -> list[tuple[Tensor, Tensor]]:
+def _cut(sample: Sample, row_tokens: int, prompts: bool) -> list[tuple[Tensor, Tensor]]:
     ids, mask = sample.input_ids.split(row_tokens), sample.loss_mask.split(row_tokens)
-    return [(i, m) for i, m in zip(ids, mask, strict=True) if m[2:].any()]  # head 1 first predicts token 2
+    wanted = (torch.ones_like(m) if prompts else m for m in mask)
+    return [(i, m) for i, m, w in zip(ids, mask, wanted, strict=True) if w[2:].any()]  # head 1 first predicts token 2
 
 
 def _best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:

@@ -67,15 +67,15 @@ def open_rows(
     with _locked(directory.with_suffix(".lock")):
         sweep(directory.parent, f"{key}.*.tmp", age=0)  # left by a process that was killed
         if (packed := _opened(directory)) is not None:
-            return packed
+            return replace(packed, prompts=source.prompts)
         if directory.exists():
             LOGGER.warning("rows in %s are damaged; they are made again", directory)
             shutil.rmtree(directory)
-        _make(directory, samples(source, tokenizer), source.path, row_tokens, window)
+        _make(directory, samples(source, tokenizer), source, row_tokens, window)
         packed = _opened(directory)
     if packed is None:
         raise OSError(f"rows in {directory} cannot be read back; free space on its disk, or change data.cache")
-    return packed
+    return replace(packed, prompts=source.prompts)
 
 
 def _key(source: Source, tokenizer: PreTrainedTokenizerBase, row_tokens: int, window: int) -> str:
@@ -84,7 +84,7 @@ def _key(source: Source, tokenizer: PreTrainedTokenizerBase, row_tokens: int, wi
         tokenizer.save_pretrained(scratch)
         files = sorted(path for path in Path(scratch).rglob("*") if path.is_file())
         words = [hashlib.sha256(_lasting(path)).hexdigest() for path in files]
-    words += [source.fingerprint(), f"{FORMAT}/{row_tokens}/{window}"]
+    words += [source.fingerprint(), f"{FORMAT}/{row_tokens}/{window}", *["prompts"] * source.prompts]
     return hashlib.sha256("/".join(words).encode()).hexdigest()[:16]
 
 
@@ -126,13 +126,13 @@ def _sizes(directory: Path) -> dict[str, int]:
     return {name: (directory / name).stat().st_size for name in TENSORS}
 
 
-def _make(directory: Path, found: Iterable[Sample], name: str, row_tokens: int, window: int) -> None:
+def _make(directory: Path, found: Iterable[Sample], source: Source, row_tokens: int, window: int) -> None:
     """Write the rows to a temporary directory, and move it to its place."""
     temporary = Path(tempfile.mkdtemp(".tmp", f"{directory.name}.", directory.parent))
     try:
-        _write(temporary, found, name, row_tokens, window)
+        _write(temporary, found, source, row_tokens, window)
         manifest = {
-            "source": name, "row_tokens": row_tokens, "bytes": _sizes(temporary),
+            "source": source.path, "row_tokens": row_tokens, "bytes": _sizes(temporary),
             "fingerprint": _mapped(temporary, row_tokens).fingerprint(),
         }  # fmt: skip
         (temporary / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
@@ -145,19 +145,19 @@ def _make(directory: Path, found: Iterable[Sample], name: str, row_tokens: int, 
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _write(directory: Path, found: Iterable[Sample], name: str, row_tokens: int, window: int) -> None:
+def _write(directory: Path, found: Iterable[Sample], source: Source, row_tokens: int, window: int) -> None:
     """Write the files of the tensors, window by window."""
     rows = seen = 0
-    stream = iter(tqdm(found, desc=f"samples of {name} tokenised", unit="", disable=None, delay=1, leave=False))
+    stream = iter(tqdm(found, desc=f"samples of {source.path} tokenised", unit="", disable=None, delay=1, leave=False))
     with ExitStack() as stack:
         files = {field: stack.enter_context((directory / field).open("wb")) for field in TENSORS}
         while members := list(islice(stream, window)):
-            packed = pack_window(members, row_tokens)
+            packed = pack_window(members, row_tokens, source.prompts)
             rows, seen = rows + len(packed), seen + len(members)
             for field, file in files.items():
                 file.write(getattr(packed, field).numpy().tobytes())
     if not rows:
         raise ValueError(
-            f"samples of {name} ({seen}) hold no supervised token past the second one; "
+            f"samples of {source.path} ({seen}) hold no supervised token past the second one; "
             "give samples whose loss mask marks what the base answers"
         )

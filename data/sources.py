@@ -4,6 +4,8 @@ A record is a conversation in one of the forms of `data.shapes`, whose assistant
 
 - `{"input_ids": [...], "loss_mask": [0/1 ...]}`: tokens, the format of `data regenerate`
 - `{"text": "..."}`: a document; every token is supervised
+
+Conversations without an answer are left out, unless the source reads prompts too.
 """
 
 import hashlib
@@ -19,7 +21,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from medusa.data.chat import NoAnswerError, Tokens, documents
+from medusa.data.chat import NoAnswerError, Tokens, documents, question
 from medusa.data.files import Placed, file_records, sample_files
 from medusa.data.hub import HubData, means_files
 from medusa.data.shapes import KNOWN, conversation, plain_text, present, visible
@@ -59,6 +61,8 @@ class Source:
     """Read a Hub data set while it is downloaded; needs a limit."""
     limit: int = 0
     """Most records; 0 = all."""
+    prompts: bool = False
+    """Also read conversations without an answer, as far as the base would read them to answer the first question."""
 
     def __post_init__(self) -> None:
         if self.streaming and not self.limit:
@@ -133,35 +137,37 @@ def samples(source: Source, tokenizer: PreTrainedTokenizerBase) -> Iterator[Samp
     """
 
     def parse(_: str, record: Mapping[str, Any]) -> list[Sample]:
-        return [_sample(ids, mask, len(tokenizer)) for ids, mask in _tokens(present(record), tokenizer)]
+        found = _tokens(present(record), tokenizer, source.prompts)
+        return [_sample(ids, mask, len(tokenizer), source.prompts) for ids, mask in found]
 
     remedy = "; if they are prompts, let the base answer them first (data regenerate)"
     return source.parsed(parse, "an answer to learn", remedy)
 
 
-def _sample(ids: list[Any], mask: list[Any], vocabulary: int) -> Sample:
+def _sample(ids: list[Any], mask: list[Any], vocabulary: int, prompts: bool) -> Sample:
     if len(ids) != len(mask):
         raise ValueError(f"input_ids ({len(ids)}) and loss_mask ({len(mask)}) differ in length; write one mark per id")
     if not all(isinstance(token, int) and 0 <= token < vocabulary for token in ids):
         raise ValueError(f"input_ids hold a value outside 0..{vocabulary - 1}; tokenize with the base's own tokenizer")
     if any(mark not in (0, 1) for mark in mask):
         raise ValueError("loss_mask holds a value other than 0 and 1; write 1 for each token to be predicted, else 0")
-    if not any(mask):
+    if not any(mask) and not prompts:
         raise NoAnswerError(f"loss_mask marks none of its {len(mask)} tokens")
     return Sample(torch.tensor(ids, dtype=torch.int32), torch.tensor(mask, dtype=torch.bool))
 
 
-def _tokens(record: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> list[Tokens]:
+def _tokens(record: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, prompts: bool) -> list[Tokens]:
     if "input_ids" in record and "loss_mask" in record:
         given, marks = record["input_ids"], record["loss_mask"]
         if not isinstance(given, list) or not isinstance(marks, list):
             raise ValueError("input_ids and loss_mask must be lists; write one mark per id")
         return [(given, marks)]
     turns = conversation(record)
+    if turns is None and record.keys() == {"prompt"}:
+        turns = [{"role": "user", "content": record["prompt"]}]
     if turns is not None:
-        return documents(tokenizer, turns)
-    if record.keys() == {"prompt"}:
-        raise NoAnswerError("it is a prompt alone")
+        unanswered = prompts and not any(turn["role"] == "assistant" for turn in turns)
+        return [question(tokenizer, turns)] if unanswered else documents(tokenizer, turns)
     if "text" in record:
         ids: list[int] = list(tokenizer(plain_text(record["text"]), verbose=False)["input_ids"])
         if tokenizer.eos_token_id is not None and ids[-1:] != [tokenizer.eos_token_id]:

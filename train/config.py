@@ -97,8 +97,8 @@ class DataRecipe:
     limit: int = _limits(0, low=0)
     """Most training samples; 0 = all."""
     supervise: str = _choice("answers", "answers", "all")
-    """Tokens that heads learn to predict: answers, or all, which are the prompts too. Then the loss should take the
-    base's distribution for its target (kl and others): ce would teach what people wrote."""
+    """Tokens that heads learn to predict: answers, or all, which are the prompts too, with or without an answer. Then
+    the loss should take the base's distribution for its target (kl and others): ce would teach what people wrote."""
     cache: str = _limits(".cache/rows", resume=True)
     """Directory that keeps tokenised, packed rows; equal data is tokenised once."""
     row_tokens: int = _limits(1024, low=8)

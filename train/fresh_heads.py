@@ -117,13 +117,13 @@ def start_from(heads: DraftHeads, others: DraftHeads, name: str) -> None:
 def most_frequent_tokens(
     packed: PackedRows, size: int, vocab_size: int, workers: Workers, rows_at_a_time: int = 1024
 ) -> Tensor:
-    """The tokens that are supervised most often; of equally frequent ones those with lower ids.
+    """The most frequent tokens of answers, or of prompts if nothing is answered; of equal ones those with lower ids.
 
     The result is the same for any number of processes; each counts its share of the rows, and all call it.
 
     Args:
         packed: training rows.
-        size: number of tokens; if fewer are supervised, the lowest other ids are added.
+        size: number of tokens; if there are fewer, the lowest other ids are added.
         vocab_size: V.
         workers: this process among all.
         rows_at_a_time: rows that are in memory at a time.
@@ -131,10 +131,17 @@ def most_frequent_tokens(
     Returns:
         int64 [size] token ids, ascending.
     """
-    counts_V = torch.zeros(vocab_size, dtype=torch.int64)
-    for rows in torch.arange(workers.rank, len(packed), workers.world_size).split(rows_at_a_time):
-        counts_V += torch.bincount(packed.input_ids[rows][packed.loss_mask[rows]].long(), minlength=vocab_size)
-    counts_V = workers.total(counts_V)
+
+    def counted(answers: bool) -> Tensor:
+        counts_V = torch.zeros(vocab_size, dtype=torch.int64)
+        for rows in torch.arange(workers.rank, len(packed), workers.world_size).split(rows_at_a_time):
+            wanted = packed.loss_mask[rows] if answers else packed.supervised(rows)
+            counts_V += torch.bincount(packed.input_ids[rows][wanted].long(), minlength=vocab_size)
+        return workers.total(counts_V)
+
+    counts_V = counted(answers=True)
+    if not counts_V.any():
+        counts_V = counted(answers=False)
     chosen = counts_V.argsort(descending=True, stable=True)[:size].sort().values
     share = float(counts_V[chosen].sum() / counts_V.sum().clamp(min=1))
     LOGGER.info("heads draft %d of %d tokens, %.2f %% of the supervised ones", size, vocab_size, 100 * share)

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from medusa.cpu import losses
+
 LmHead = Callable[[Tensor], Tensor]
 ETA = 3.0
 """Rate at which the hybrid loss changes to total variation distance (Samarin et al. 2026, arXiv 2602.23881)."""
@@ -49,6 +51,10 @@ def replace_by_gradient(logits_RV: Tensor, targets: Targets) -> tuple[Tensor, Te
     Returns:
         Losses [R], float32 or wider; int64 [R], 1 where the label has the highest logit.
     """
+    if losses.fits(logits_RV, targets.teacher):
+        return losses.replace_by_gradient(
+            logits_RV, targets.kind, targets.labels, targets.teacher, targets.teacher_index, ETA, LEAST_ACCEPTANCE
+        )
     dtype = torch.promote_types(logits_RV.dtype, torch.float32)
     loss_R, correct_R = logits_RV.new_zeros(len(logits_RV), dtype=dtype), torch.zeros_like(targets.labels)
     block = max(1, BLOCK_NUMEL[logits_RV.device.type] // logits_RV.shape[1])

@@ -8,7 +8,6 @@ import logging
 import math
 import time
 from contextlib import closing, nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -104,9 +103,9 @@ class Trainer:
                 "it, or give 0 for all of it"
             )
 
-        source = Source(data.train, data.train_split, data.subset, data.streaming, data.limit)
-        packed = open_rows(source, base.tokenizer, data.row_tokens, data.cache)
-        self.packed = packed = replace(packed, prompts=data.supervise == "all")
+        prompts = data.supervise == "all"
+        source = Source(data.train, data.train_split, data.subset, data.streaming, data.limit, prompts)
+        self.packed = packed = open_rows(source, base.tokenizer, data.row_tokens, data.cache)
         LOGGER.info("%d rows of %d tokens, %.1f %% filled", len(packed), data.row_tokens, 100 * packed.fill)
         check_same(recipe, packed.fingerprint(), workers)
         self.base = base = choose_separation(base, packed.input_ids[0].long(), workers.any)

@@ -78,6 +78,7 @@ def kernels() -> ctypes.CDLL:
         "grow": [pointer, ctypes.c_int, number, number, pointer, pointer],
         "choose": [pointer, number],
         "lookup": [pointer],
+        "losses": [pointer],
         "draw": [pointer],
         "accept": [pointer],
         "depths": [number, number, pointer, pointer],

@@ -6,7 +6,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from medusa.data.chat import NoAnswerError, documents, render
+from medusa.data.chat import NoAnswerError, documents, question, render
 
 ASKED, SAID = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "there"}
 CHATML = (
@@ -50,6 +50,16 @@ def test_unanswered_and_unasked_turns_are_left_out() -> None:
     for turns in ([], [ASKED], [SAID], [{"role": "system", "content": "x"}, SAID, ASKED]):
         with pytest.raises(NoAnswerError, match="has no answer; give it a user turn"):
             documents(tokenizer, turns)
+
+
+def test_a_question_ends_with_the_generation_prompt() -> None:
+    tokenizer = byte_tokenizer(CHATML)
+    system = {"role": "system", "content": "be short"}
+    ids, mask = question(tokenizer, [system, ASKED, SAID, ASKED])
+    assert tokenizer.decode(ids) == "<start>system\nbe short<end>\n<start>user\nhi<end>\n<start>assistant\n"
+    assert not any(mask)
+    with pytest.raises(NoAnswerError, match="has no question; give it a user turn"):
+        question(tokenizer, [system, SAID])
 
 
 def test_an_answer_without_words_ends_its_turn() -> None:

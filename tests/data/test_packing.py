@@ -51,6 +51,14 @@ def test_long_samples_are_cut_and_pieces_without_labels_dropped() -> None:
     assert sorted(_documents(packed)) == [[8, 9, 10, 11, 12, 13, 14, 15], [16, 17, 18, 19]]
 
 
+def test_pieces_without_labels_stay_where_prompts_count() -> None:
+    samples = [_sample(list(range(20)), [0] * 12 + [1] * 8), _sample([30, 31], [0, 0])]
+    packed = pack(samples, row_tokens=8, prompts=True)
+    assert sorted(_documents(packed)) == [[0, 1, 2, 3, 4, 5, 6, 7], [8, 9, 10, 11, 12, 13, 14, 15], [16, 17, 18, 19]]
+    targets = packed.targets(torch.arange(3), num_heads=1)
+    assert int((targets[..., 1] != IGNORE).sum()) == 6 + 6 + 2
+
+
 def test_more_heads_than_tokens_in_a_row() -> None:
     packed = pack([_sample([1, 2, 3], [1, 1, 1])], row_tokens=3)
     assert packed.targets(torch.tensor([0]), num_heads=5)[0, 0].tolist() == [2, 3, IGNORE, IGNORE, IGNORE, IGNORE]

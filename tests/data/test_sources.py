@@ -80,6 +80,22 @@ def test_a_bad_line_is_named(tmp_path: Path, line: Any, message: str) -> None:
         read_samples(_file(tmp_path, {"text": "hi"}, line), _tokenizer())
 
 
+@pytest.mark.parametrize(
+    ("record", "ids"),
+    [
+        ({"messages": CHAT[:1]}, [3, 4, 5, 0]),
+        ({"messages": [*CHAT[:1], {"role": "user", "content": "there"}]}, [3, 4, 5, 0]),
+        ({"prompt": "who are you"}, [3, 4, 5, 0]),
+        ({"input_ids": [1, 2, 3], "loss_mask": [0, 0, 0]}, [1, 2, 3]),
+    ],
+)
+def test_conversations_without_an_answer_are_read_where_prompts_count(tmp_path: Path, record: Any, ids: Any) -> None:
+    path = _file(tmp_path, {"messages": CHAT}, record)
+    assert _ids(path) == [[3, 4, 5, 0, 1, 0]]
+    assert _ids(path, prompts=True) == [[3, 4, 5, 0, 1, 0], ids]
+    assert not any(read_samples(Source(str(path), prompts=True), _tokenizer())[1].loss_mask)
+
+
 RECORDS = [{"messages": CHAT, "text": None}, {"messages": None, "text": "hi there"}]
 IDS = [[3, 4, 5, 0, 1, 0], [1, 2, 0]]
 

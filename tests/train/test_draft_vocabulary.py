@@ -1,6 +1,7 @@
 """Heads that learn to draft the most frequent tokens only."""
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,13 @@ def test_the_most_frequent_supervised_tokens_are_chosen(packed: PackedRows) -> N
         assert chosen.tolist() == sorted(order[:size])
     filled = most_frequent_tokens(packed, len(counts) + 3, 50, ALONE).tolist()
     assert set(filled) - set(counts) == {0, 1, 2}, "the lowest ids fill up"
+
+
+def test_without_answers_the_tokens_of_prompts_are_chosen(packed: PackedRows) -> None:
+    unanswered = replace(packed, loss_mask=torch.zeros_like(packed.loss_mask), prompts=True)
+    everywhere = replace(packed, loss_mask=torch.ones_like(packed.loss_mask))
+    chosen = most_frequent_tokens(unanswered, 11, 50, ALONE)
+    assert torch.equal(chosen, most_frequent_tokens(everywhere, 11, 50, ALONE))
 
 
 def test_processes_count_every_row_once(packed: PackedRows) -> None:

@@ -117,6 +117,17 @@ def test_heads_learn_from_prompts_too(recipe: Path, tmp_path: Path, caplog: pyte
     assert "data.supervise is 'all', the run was started with 'answers'" in caplog.text
 
 
+def test_heads_learn_from_prompts_that_nobody_answered(recipe: Path, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    asked = [f"{n} abcdefgh abcdefgh abcdefgh" for n in range(64)]
+    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in asked), encoding="utf-8")
+    values = {"data.train": str(prompts), "data.heldout": "", "heads.draft_vocab": 20, "optim.loss": "kl"}
+    assert run(recipe, tmp_path / "none", **values) == 1
+    assert run(recipe, tmp_path / "all", **values, **{"data.supervise": "all"}) == 0
+    *steps, _ = metrics(tmp_path / "all")
+    assert steps[-1]["loss"] < steps[0]["loss"] - 0.1
+
+
 def test_own_lm_heads_and_bfloat16_train(recipe: Path, tmp_path: Path) -> None:
     values = {"heads.own_lm_heads": True, "heads.num_layers": 2, "engine.precision": "bfloat16",
               "base.dtype": "bfloat16", "data.heldout": "", "engine.zero_stage": 3}  # fmt: skip

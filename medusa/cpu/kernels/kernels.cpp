@@ -3,6 +3,7 @@
 #include "grow.h"
 #include "heads.h"
 #include "lookup.h"
+#include "loss.h"
 #include "pass.h"
 #include "tree.h"
 
@@ -166,6 +167,17 @@ extern "C" int medusa_draw(const Drawing* at) {
                 const int64_t from = r * at->columns;
                 const uint32_t key = uint32_t(at->keys[r]);
                 with_number(at->number_type, [&](auto number) { at->out[r] = draw((const decltype(number)*)at->logits + from, key); });
+            });
+        });
+    });
+}
+
+extern "C" int medusa_losses(const Losing* at) {
+    return outcome([&] {
+        Team(int(std::clamp<int64_t>(at->rows, 1, at->threads)), 1).run([&](Team::Member& member) {
+            with_number(at->number_type, [&](auto number) {
+                Losses<decltype(number)> losses(*at);
+                member.share(at->rows, [&](int64_t r) { losses(r); });
             });
         });
     });
