@@ -145,8 +145,8 @@ def sample_digest(sample: Sample) -> int:
 
 def _cut(sample: Sample, row_tokens: int, prompts: bool) -> list[tuple[Tensor, Tensor]]:
     ids, mask = sample.input_ids.split(row_tokens), sample.loss_mask.split(row_tokens)
-    wanted = (torch.ones_like(m) if prompts else m for m in mask)
-    return [(i, m) for i, m, w in zip(ids, mask, wanted, strict=True) if w[2:].any()]  # head 1 first predicts token 2
+    # Head 1 first predicts token 2.
+    return [(i, m) for i, m in zip(ids, mask, strict=True) if (len(m) > 2 if prompts else m[2:].any())]
 
 
 def _best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:

@@ -140,7 +140,9 @@ def samples(source: Source, tokenizer: PreTrainedTokenizerBase) -> Iterator[Samp
         found = _tokens(present(record), tokenizer, source.prompts)
         return [_sample(ids, mask, len(tokenizer), source.prompts) for ids, mask in found]
 
-    remedy = "; if they are prompts, let the base answer them first (data regenerate)"
+    remedy = (
+        "; if they are prompts, let the base answer them (data regenerate), or learn from them (data.supervise: all)"
+    )
     return source.parsed(parse, "an answer to learn", remedy)
 
 

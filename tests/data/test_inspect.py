@@ -93,4 +93,6 @@ def test_prompts_are_told_from_answers(tmp_path, capsys, caplog):
     path.write_text('{"prompt": "Explain rain."}\n{"messages": [{"role": "user", "content": "Name rivers."}]}\n')
     assert main(["inspect", "--source", str(path)]) == 1
     assert "none of its 2 records has an answer to learn" in caplog.messages[-1]
-    assert caplog.messages[-1].endswith("; if they are prompts, let the base answer them first (data regenerate)")
+    assert caplog.messages[-1].endswith(
+        "; if they are prompts, let the base answer them (data regenerate), or learn from them (data.supervise: all)"
+    )

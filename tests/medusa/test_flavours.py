@@ -15,8 +15,8 @@ from medusa.cpu import native
 pytestmark = pytest.mark.slow
 
 HERE = Path(__file__).parent
-ALL = ("native", "native_drafts", "exactness", "attention", "int8", "packed")
-FEW = ("native", "exactness")
+ALL = ("native", "native_drafts", "exactness", "attention", "int8", "packed", "loss_kernel")
+FEW = ("native", "exactness", "loss_kernel")
 """For flavours that few machines run, or that differ in little: linear layers, whole passes, and texts."""
 CHECK = [
     "-std=c++17", "-ffp-contract=off", "-w", "-pthread", f"-I{Path(native.__file__).with_name('kernels')}",

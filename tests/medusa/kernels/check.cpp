@@ -186,6 +186,56 @@ static void check_lookup() {
         }
 }
 
+// Losses against sums in double precision, and the same whatever threads compute them.
+template <class T> static void check_losses(int64_t columns) {
+    const int64_t rows = 6, taught_by[rows] = {1, 0, 2, 1, 0, 2};
+    const auto logits = numbers<T>(rows * columns), teacher = numbers<T>(3 * columns);
+    const auto shares = [&](const T* row) {
+        std::vector<double> all(columns);
+        double sum = 0;
+        for (int64_t i = 0; i < columns; i++) sum += all[i] = std::exp(double(widen(row[i])));
+        for (double& x : all) x /= sum;
+        return all;
+    };
+    std::vector<int64_t> labels(rows);
+    for (int64_t& label : labels) label = generator() % columns;
+    for (int64_t kind = CROSS_ENTROPY; kind <= HYBRID; kind++) {
+        const auto run = [&](int threads, std::vector<float>& loss) {
+            std::vector<T> gradient = logits;
+            std::vector<int64_t> correct(rows);
+            const Losing at{TYPE<T>, threads, kind, rows, columns, 3, 1e-30f, gradient.data(), teacher.data(), taught_by, labels.data(), loss.data(), correct.data()};
+            REQUIRE(medusa_losses(&at) == DONE);
+            for (int64_t r = 0; r < rows; r++) {
+                const T* row = &logits[r * columns];
+                float most = widen(row[0]);
+                for (int64_t i = 0; i < columns; i++) most = std::max(most, widen(row[i]));
+                REQUIRE(correct[r] == (widen(row[labels[r]]) == most));
+            }
+            return gradient;
+        };
+        std::vector<float> loss(rows), again(rows);
+        const auto gradient = run(1, loss);
+        const auto threaded = run(3, again);
+        REQUIRE(loss == again && !std::memcmp(gradient.data(), threaded.data(), gradient.size() * sizeof(T)));
+        for (int64_t r = 0; r < rows; r++) {
+            const auto q = shares(&logits[r * columns]), p = shares(&teacher[taught_by[r] * columns]);
+            double divergence = 0, accepted = 0, slope = 0;
+            for (int64_t i = 0; i < columns; i++)
+                divergence += p[i] * std::log(p[i] / q[i]), accepted += std::min(p[i], q[i]), slope += q[i] < p[i] ? q[i] : 0;
+            const double a = kind == DIVERGENCE ? 1 : kind == HYBRID ? std::exp(-3 * accepted) : 0;
+            const double b = kind == LOG_ACCEPTANCE ? 1 / accepted : 1 - a;
+            double expected = kind == LOG_ACCEPTANCE ? -std::log(accepted) : a * divergence + b * (1 - accepted);
+            if (kind == CROSS_ENTROPY) expected = -std::log(q[labels[r]]);
+            REQUIRE(std::abs(loss[r] - expected) < 2e-5 * (1 + std::abs(expected)));
+            for (int64_t i = 0; i < columns; i++) {
+                double slow = a * (q[i] - p[i]) + b * q[i] * (slope - (q[i] < p[i]));
+                if (kind == CROSS_ENTROPY) slow = q[i] - (i == labels[r]);
+                REQUIRE(std::abs(widen(gradient[r * columns + i]) - slow) < PRECISE<T> * std::abs(slow) + 2e-6);
+            }
+        }
+    }
+}
+
 int main() {
     std::puts(medusa_flavour());
     check_lookup();
@@ -194,6 +244,7 @@ int main() {
         check_linear<float>(outputs, in), check_linear<bf16>(outputs, in), check_linear<f16>(outputs, in);
     for (auto [outputs, in] : {std::pair{1, 32}, {37, 96}, {200, 576}})
         check_packed(outputs, in);
+    for (int64_t columns : {1, 7, 64, 5003}) check_losses<float>(columns), check_losses<bf16>(columns), check_losses<f16>(columns);
     for (int64_t groups : {1, 3})
         for (int64_t dim : {64, 40, 33})
             for (int64_t length : {0, 5, 28, 127, 300})
