@@ -59,10 +59,6 @@ def run_interpreted(marks: str, file: str = "test_attention.py", names: str = "t
     assert int(re.search(r"(\d+) passed", result.stdout)[1]) >= least
 
 
-def test_a_pass_with_our_kernels_computes_what_transformers_computes():
-    run_interpreted("not gpu", "test_gpu_pass.py", "family_computes and qwen3 or joined", least=4)
-
-
 @pytest.mark.slow
 def test_a_pass_with_our_kernels_computes_what_every_family_computes():
     run_interpreted("not gpu", "test_gpu_pass.py", "test")
@@ -121,7 +117,8 @@ def compile_split(dtype: str, dim: int, rows: int, everything: bool, card: int):
     return cross_compile(split_kernel, types, constants, card, num_warps=tile.warps, num_stages=tile.stages)
 
 
-def check_split(dtype: str, dim: int, rows: int, everything: bool = False, card: int = HOPPER) -> None:
+def check_split(dtype: str, dim: int, rows: int, everything: bool = False, card: int = HOPPER):
+    """The compiled kernel."""
     compiled, spilled = compile_split(dtype, dim, rows, everything, card)
     assert 0 < compiled.metadata.shared <= SHARED_MEMORY[card]
     assert spilled <= FEW.get(card, SOME)
@@ -129,10 +126,13 @@ def check_split(dtype: str, dim: int, rows: int, everything: bool = False, card:
         fast = {HOPPER: "wgmma", BLACKWELL: "tcgen05.mma"}[card]
         assert fast in compiled.asm["ptx"], "the tensor cores' fast path"
         assert "cp.async" in compiled.asm["ptx"], "keys and values arrive while others are computed"
+    return compiled
 
 
 def test_the_kernel_compiles_for_hopper():
-    check_split("bf16", 128, rows=256)
+    """The table does not shorten the pipeline: two blocks of keys and of values are on their way during a third."""
+    compiled, tile = check_split("bf16", 128, rows=256), choose_tile(128, 128, 2)
+    assert compiled.metadata.shared >= 2 * tile.stages * tile.keys * 128 * 2
 
 
 @pytest.mark.parametrize("norm", [False, True])
@@ -147,7 +147,8 @@ def test_the_kernels_of_a_pass_compile(dim, norm):
     for card in (80, HOPPER):
         assert cross_compile(turn_kernel, types, constants | {"NORM": norm}, card, num_warps=1)[1] == 0
         assert cross_compile(add_norm_kernel, types, wide, card, num_warps=8)[1] == 0
-        assert cross_compile(gate_kernel, types, {"WIDTH": 100 * dim, "BLOCK": 1024}, card)[1] == 0
+        if not norm:  # which it does not have
+            assert cross_compile(gate_kernel, types, {"WIDTH": 100 * dim, "BLOCK": 1024}, card)[1] == 0
 
 
 DIMS, ROWS = (64, 96, 128, 256), (1, 32, 64, 256)
@@ -160,13 +161,6 @@ DIMS, ROWS = (64, 96, 128, 256), (1, 32, 64, 256)
 def test_every_tile_compiles_for_hopper(rows, dim, everything):
     """The two half precisions share tiles, registers and instructions: they take turns."""
     check_split(("fp16", "bf16")[(ROWS.index(rows) + DIMS.index(dim) + everything) % 2], dim, rows, everything)
-
-
-def test_the_table_does_not_shorten_the_pipeline():
-    """Two blocks of keys and two of values are on their way while a third is computed."""
-    compiled, _ = compile_split("bf16", 128, 256, False, HOPPER)
-    tile = choose_tile(128, 128, 2)
-    assert compiled.metadata.shared >= 2 * tile.stages * tile.keys * 128 * 2
 
 
 @pytest.mark.slow

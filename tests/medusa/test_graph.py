@@ -132,7 +132,11 @@ def test_drafts_of_all_heads_can_be_recorded(base, make_heads, name, options):
 
 @pytest.mark.parametrize(
     ("name", "window"),
-    [("dynamic", None), ("dynamic", 6), ("static", None), pytest.param("sampled hybrid", None, marks=pytest.mark.slow)],
+    [
+        ("dynamic", 6),
+        ("static", None),
+        *(pytest.param(name, None, marks=pytest.mark.slow) for name in ("dynamic", "sampled hybrid")),
+    ],
 )
 @pytest.mark.parametrize("architecture", REMEMBER)
 def test_heads_that_remember_draft_what_they_draft_eagerly(base, make_heads, monkeypatch, architecture, name, window):

@@ -44,8 +44,13 @@ def pair(family, noise=0.02):
     return tiny(family), tiny(family, noise=noise)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("name", ["draft-model", "early-exit", "draft-model+prompt-lookup", "draft-model+early-exit"])
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        *((family, name) for family in FAMILIES for name in ("draft-model", "early-exit")),
+        *(("llama", name) for name in ("draft-model+prompt-lookup", "draft-model+early-exit")),
+    ],
+)
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "top_k": 20, "top_p": 0.9}], ids=["greedy", "sampled"])
 def test_texts_are_the_bases_own(family, name, sampling):
     base, small = pair(family)
@@ -256,7 +261,7 @@ NAMES = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 8))])
 def test_rows_that_come_and_go_with_any_drafters_keep_their_texts(seed):
     chance = random.Random(seed)
     base, small = pair(FAMILIES[seed % 4])

@@ -200,7 +200,7 @@ def test_a_file_is_a_base_by_its_path(file):
 def test_texts_are_those_of_the_expanded_base(pair, drafter, temperature):
     prompts = [[5, 9, 5, 9, 5], list(range(3, 60)), [7]]
     sampling = SamplingParams(max_new_tokens=40, temperature=temperature, seed=3, ignore_eos=True)
-    for nodes in (1, 6):
+    for nodes in (1, 6) if drafter == "heads" else (6,):  # one node is plain decoding
         texts = [
             [
                 model.generate(p, sampling=sampling, speculation=Speculation(drafter, nodes=nodes)).tokens
@@ -267,13 +267,3 @@ def test_a_file_is_read_once_and_again_when_it_has_changed(file, tmp_path, caplo
         assert caplog.text.count("reading the GGUF file") == 1
         copy.write_bytes(file.read_bytes() + b"\0" * 32)
         assert gguf.locate(str(copy)) != first
-
-
-@pytest.mark.parametrize("damage", ["cut", "empty", "magic"])
-def test_a_damaged_file_is_one_error_and_nothing_is_kept(damage, file, tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    whole, path = file.read_bytes(), tmp_path / "bad.gguf"
-    path.write_bytes({"cut": whole[: len(whole) // 2], "empty": b"", "magic": b"GGML" + whole[4:]}[damage])
-    with pytest.raises(ValueError, match=r"GGUF file \(.*bad.gguf\) cannot be read: .*; give another file or base"):
-        BaseModel.load(path, device="cpu", pack=True)
-    assert [kept.suffix for kept in (tmp_path / "cache" / "medusa" / "bases").iterdir()] == [".lock"]

@@ -111,7 +111,7 @@ def test_drawn_drafts_say_what_they_were_drawn_from(base, make):
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.9, "top_p": 0.9}], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("drafter", ["heads", "hybrid", None])
+@pytest.mark.parametrize("drafter", ["heads", None])
 def test_texts_are_the_bases_own(base, make, sampling, drafter):
     model, options = MedusaModel(base, make(**ONE)), {"max_new_tokens": 20, "seed": [1, 2, 3], **sampling}
     plain = model.generate(TEXTS, nodes=1, **options)

@@ -152,8 +152,10 @@ def test_pairs_follow_the_law_where_heads_draft_a_part_of_the_vocabulary(base, l
     assert chi_square(counts, law) < LIMIT
 
 
-@pytest.mark.parametrize("biased", [generous, forgetful])
-@pytest.mark.parametrize("drafter", ["drawn", "looked up and drawn", "a model's draws"])
+@pytest.mark.parametrize(
+    ("biased", "drafter"),
+    [(generous, "drawn"), (forgetful, "looked up and drawn"), (generous, "a model's draws")],
+)
 def test_a_bias_of_the_speculative_rule_is_seen(base, heads, law, monkeypatch, biased, drafter):
     monkeypatch.setattr(rules, "rejection_chances", biased)
     counts = two_grams(base, drafters(base, heads)[drafter], make_rule("speculative", **SETTINGS))

@@ -20,10 +20,6 @@ def _told(caplog: pytest.LogCaptureFixture, *words: str) -> list[str]:
     return caplog.messages[-1].splitlines()
 
 
-def test_a_good_recipe_has_none(recipe: Path) -> None:
-    assert main(["--recipe", str(recipe), "--check"]) == 0
-
-
 def test_all_mistakes_are_told_together(
     tmp_path: Path, base: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

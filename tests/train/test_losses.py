@@ -200,8 +200,10 @@ def _module(kind: str, architecture: str, own_lm_heads: bool, loss_rows: int = 4
     return HeadsLoss(heads, vocabulary, loss_rows, kind)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(
+    ("kind", "architecture"),
+    [*((kind, "recurrent") for kind in KINDS), *(("kl", name) for name in ARCHITECTURES if name != "recurrent")],
+)
 @pytest.mark.parametrize("own_lm_heads", [False, True])
 class TestModule:
     def test_micro_batches_add_up_whatever_their_size(self, kind, architecture, own_lm_heads) -> None:
