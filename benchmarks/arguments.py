@@ -3,11 +3,10 @@
 import argparse
 
 from medusa.data import default_base
-from medusa.data.arguments import at_least
+from medusa.data.arguments import DTYPES, at_least
 from medusa.sampling import sources
 from medusa.serve.model_options import ATTENTION
 
-DTYPES = ("auto", "float32", "bfloat16", "float16")
 QUESTIONS = "a question file of Spec-Bench or MT-bench, or JSON lines of prompt; --count questions of each category"
 ARCHITECTURES = ("recurrent", "medusa", "markov", "hydra", "attention", "block")
 EPILOG = """\

@@ -10,6 +10,16 @@ JOIN = 8
 """Number of free places in the batch at which further conversations join."""
 
 
+def sampling_params(settings: Settings, number: int) -> SamplingParams:
+    """The sampling parameters of a conversation."""
+    return SamplingParams(
+        max_new_tokens=settings.max_new_tokens,
+        temperature=settings.temperature,
+        top_p=settings.top_p,
+        seed=settings.seed + number,
+    )
+
+
 class _Conversation:
     """One conversation in progress."""
 
@@ -58,7 +68,8 @@ class LocalAnswerer:
                 if self._batch - len(growing) >= min(JOIN, self._batch) or not growing:
                     while waiting and len(growing) < self._batch:
                         conversation = waiting.popleft()
-                        growing[batch.add(conversation.ids, self._params(conversation), speculation)] = conversation
+                        params = sampling_params(self._settings, conversation.number)
+                        growing[batch.add(conversation.ids, params, speculation)] = conversation
                 for request in batch.step():
                     if request.active:
                         continue
@@ -72,14 +83,6 @@ class LocalAnswerer:
             for request in growing:
                 batch.remove(request)
         warn_of_ends(refused)
-
-    def _params(self, conversation: _Conversation) -> SamplingParams:
-        return SamplingParams(
-            max_new_tokens=self._settings.max_new_tokens,
-            temperature=self._settings.temperature,
-            top_p=self._settings.top_p,
-            seed=self._settings.seed + conversation.number,
-        )
 
     def _ask(self, conversation: _Conversation, refused: list[str]) -> bool:
         """Ask the next question; false if there is none, if it is refused, or if there is no room for its answer."""

@@ -51,7 +51,6 @@ class Document:
 class ChatPair:
     """A request for one function, and the library's function."""
 
-    name: str
     request: str
     answer: str
 
@@ -151,7 +150,7 @@ def _pairs_of(document: Document) -> Iterator[ChatPair]:
             line[indent:] if not line[:indent].strip() else line for line in lines[function.lineno - 1 : end]
         )
         request = _request(function.name, f"{function.name}({ast.unparse(function.args)})", first_sentence)
-        yield ChatPair(f"{document.name}:{function.name}", request, f"```python\n{source}\n```")
+        yield ChatPair(request, f"```python\n{source}\n```")
 
 
 def _first_sentence(docstring: str) -> str:

@@ -41,11 +41,13 @@ class Engine:
         model: The model with its heads.
         settings: Limits.
         metrics: Records what happens.
+
+    Attributes:
+        model: The current model; new requests use its heads.
     """
 
     def __init__(self, model: MedusaModel, settings: EngineSettings, metrics: Metrics) -> None:
-        self.settings, self.metrics = settings, metrics
-        self._model = model
+        self.model, self.settings, self.metrics = model, settings, metrics
         self._pool = model.base.new_pool(settings.cache_tokens or cache_tokens(model))
         self._batch = self._new_batch()
         self._old: list[Batch] = []  # batches with requests from before a change of heads
@@ -59,11 +61,6 @@ class Engine:
         self._ending: asyncio.Task[None] | None = None
         self._counted = True
         self._turned = time.monotonic()
-
-    @property
-    def model(self) -> MedusaModel:
-        """The current model; new requests use its heads."""
-        return self._model
 
     def start(self) -> None:
         """Begin to serve; results go to the running event loop."""
@@ -87,7 +84,7 @@ class Engine:
     def healthy(self, patience: float) -> bool:
         """Whether the thread runs, its loop has run within this time, and no other rank is lost."""
         turning = time.monotonic() - self._turned < patience
-        return self._thread.is_alive() and turning and not self._model.base.others.broken
+        return self._thread.is_alive() and turning and not self.model.base.others.broken
 
     def submit(self, asked: Asked) -> Ticket:
         """Submit a request; the ticket reports whether it is accepted."""
@@ -118,7 +115,7 @@ class Engine:
 
         Call it on the engine's thread (``call``).
         """
-        self._model, before = model, self._batch
+        self.model, before = model, self._batch
         self._batch = self._new_batch()
         for job in [job for job in self._jobs.values() if job.batch is before and not job.admitted]:
             del self._of[job.request]
@@ -129,7 +126,7 @@ class Engine:
 
     def _new_batch(self) -> Batch:
         settings = self.settings
-        return self._model.batch(self._pool, EngineConfig(settings.max_batch, settings.prefill_rows))
+        return self.model.batch(self._pool, EngineConfig(settings.max_batch, settings.prefill_rows))
 
     def _run(self) -> None:
         while self._loop is not None:

@@ -22,6 +22,7 @@ from medusa.benchmarks.run.methods import AUTO, LOSSY, PLAIN, Answers, Method, e
 from medusa.benchmarks.run.shown import fields, tables
 from medusa.benchmarks.step.shapes import given_dtype, random_base, random_model, shape_config
 from medusa.data import resolve_base_name, shipped_heads
+from medusa.data.arguments import base_arguments
 from medusa.files import write_json
 from medusa.formats import Export, export_heads, refusal
 from medusa.io.settings_file import save_settings
@@ -98,14 +99,7 @@ def named_model(options: argparse.Namespace, **how: Any) -> MedusaModel:
         device = choose_device(options.device)
         return MedusaModel(fuse(random_base(shape_config(options.shape), given_dtype(options), device)))
     options.heads = options.heads or (None if options.base else shipped_heads("smollm2"))
-    return MedusaModel.from_pretrained(
-        options.heads,
-        base=resolve_base_name(options.base) if options.base else None,
-        dtype=given_dtype(options),
-        device=None if options.device == "auto" else options.device,
-        draft_model=resolve_base_name(options.draft_model) if options.draft_model else None,
-        **how,
-    )
+    return MedusaModel.from_pretrained(options.heads, **base_arguments(options), **how)
 
 
 def _prompts(options: argparse.Namespace, model: MedusaModel) -> tuple[list[list[int]], Kinds]:

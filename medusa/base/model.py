@@ -20,7 +20,7 @@ from medusa.base.documents import Separation, document_masks, document_rows, sep
 from medusa.base.mtp import MtpLayer
 from medusa.base.output import OutputLayer, state_size
 from medusa.base.taps import DecoderPass, first_layers
-from medusa.base.tensor_parallel import Leader, Nobody, Others
+from medusa.base.tensor_parallel import Leader, Nobody
 from medusa.base.traits import Decoding, Traits
 from medusa.base.usual_block import UnusualBlockError
 from medusa.cache import BlockPool, CachedSequence, commit, plan_pass
@@ -94,7 +94,7 @@ class BaseModel:
         self.mtp: MtpLayer | None = None
         self.feature_layers: tuple[int, ...] = ()
         self.ranks = int(model.tp_size or 1)
-        self.others: Others = Nobody()
+        self.others: Leader | Nobody = Nobody()
         self._pass = DecoderPass(self.decoder)
         self._fused: Callable[[BlockPool, TreePlan], Tensor] | None = None
 

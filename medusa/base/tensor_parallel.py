@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import count
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -39,31 +39,11 @@ class GroupError(RuntimeError):
     """The ranks are no longer in step with each other."""
 
 
-class Others(Protocol):
-    """The ranks that compute with this one; they repeat what happens within these contexts.
-
-    Attributes:
-        broken: The ranks may be out of step, so nothing can be computed any more.
-    """
-
-    broken: bool
-
-    def run(self, layers: int, pool: BlockPool, plan: TreePlan, /) -> AbstractContextManager[None]:
-        """A pass over the rows of a plan, through this number of layers."""
-
-    def commit(self, pool: BlockPool, path_SA: Tensor, counts_S: Tensor, /) -> AbstractContextManager[None]:
-        """A commit of accepted paths of this pool's last plan."""
-
-    def hidden_states(
-        self, layers: int, ids_BT: Tensor, positions_BT: Tensor | None, /
-    ) -> AbstractContextManager[None]:
-        """A plain pass without a cache."""
-
-
 class Nobody:
     """The base is whole, and no other rank computes with this one."""
 
     broken = False
+    """Whether ranks may be out of step, so that nothing can be computed any more."""
 
     def alone(self, *_: object) -> AbstractContextManager[None]:
         """Announce nothing."""
@@ -93,7 +73,7 @@ class Leader:
         atexit.register(self._end)
 
     def run(self, layers: int, pool: BlockPool, plan: TreePlan) -> AbstractContextManager[None]:
-        """See ``Others``, here and below."""
+        """A pass over the rows of a plan, through this number of layers; the others repeat it, as below."""
         drafts = [
             (_host(draft.tokens), _host(draft.parents), draft.depth, draft.straight, draft.sizes)
             for draft in plan.drafts
@@ -104,11 +84,11 @@ class Leader:
         )
 
     def commit(self, pool: BlockPool, path_SA: Tensor, counts_S: Tensor) -> AbstractContextManager[None]:
-        """See ``Others``: keys and values of accepted paths."""
+        """A commit of accepted paths of this pool's last plan."""
         return self._announced("commit", self._number(pool), _host(path_SA), _host(counts_S))
 
     def hidden_states(self, layers: int, ids_BT: Tensor, positions_BT: Tensor | None) -> AbstractContextManager[None]:
-        """See ``Others``: a pass without a cache."""
+        """A plain pass without a cache."""
         positions = None if positions_BT is None else _host(positions_BT)
         return self._announced("hidden_states", layers, _host(ids_BT), positions)
 

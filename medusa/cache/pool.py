@@ -53,8 +53,6 @@ class BlockPool:
         arenas: Keys and values by layer.
         cache: The pool as a transformers cache.
         tables: The blocks of each sequence.
-        asked: Number of tokens of texts that were looked up.
-        found: Number of these that were found.
         evictions: Number of evicted blocks.
     """
 
@@ -75,7 +73,7 @@ class BlockPool:
         self._blocks = -(-reserved // BLOCK) if self.limit is None else self.limit
         self.cache = PassCache(self.arenas, self._blocks)
         self.tables = BlockTables(device)
-        self.asked = self.found = self.evictions = 0
+        self.evictions = 0
         self._beside: weakref.WeakKeyDictionary[object, BlockPool] = weakref.WeakKeyDictionary()
         self._touched = 1  # block 0 belongs to no sequence: writes of inert requests go there
         self._moves = 0
@@ -189,7 +187,6 @@ class BlockPool:
     def find(self, tokens: Sequence[int], most: int) -> list[Entry]:
         """Find and hold the known blocks at a text's beginning; ``release`` them later."""
         chain = list(islice(self._index.chain(self.content(tokens)), most // BLOCK))
-        self.asked, self.found = self.asked + len(tokens), self.found + len(chain) * BLOCK
         for entry in chain:
             self._hold(entry.block)
         return chain

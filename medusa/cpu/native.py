@@ -111,7 +111,7 @@ def number_type(dtype: torch.dtype) -> int:
 @cache
 def has_tiles() -> bool:
     """Whether a matrix unit computes linear layers in bfloat16 (``kernels/tiles.h``)."""
-    return available() and bool(kernels().medusa_has_tiles())
+    return available() and kernels().medusa_flavour().startswith(b"AMX")
 
 
 @cache

@@ -86,8 +86,6 @@ class EarlyExitDrafter(Drafter):
         ValueError: The budget leaves no room for a guess.
     """
 
-    recordable = False
-
     def __init__(self, base: BaseModel, exit_layer: ExitLayer, nodes: int, **how: Any) -> None:
         if nodes < 2:
             raise ValueError(f"nodes ({nodes}) must be at least 2 for an early exit; give a larger tree budget")

@@ -51,8 +51,6 @@ class ModelDrafter(Drafter):
         ValueError: The budget leaves no room for a guess.
     """
 
-    recordable = False
-
     def __init__(
         self,
         writer: Writer,

@@ -55,7 +55,7 @@ class LogprobReader:
         self._read: tuple[Tensor, Tensor, Tensor] | None = None
 
     def read(self, accepted: Accepted, logits_BNV: Tensor) -> None:
-        """See ``Reader``; the logits are the base's own, before temperature and penalties."""
+        """Read a step: what was accepted, and the base's own logits [B, N, V], before temperature and penalties."""
         rows_b = torch.tensor(list(self._rows), device=logits_BNV.device)
         path_bA = accepted.path[rows_b]
         after_bAV = logits_BNV[rows_b[:, None], path_bA].float().log_softmax(-1)

@@ -62,8 +62,6 @@ def compose(requests: Sequence[Request], choose: Callable[[Request], Drafter], d
 class MixedDrafter(Drafter):
     """Drafts with each group's drafter and pads smaller trees. Not recorded: a graph would fit this mix only."""
 
-    recordable = False
-
     def __init__(self, groups: Sequence[Group], device: torch.device) -> None:
         self._groups, self._device = groups, device
         self._parts = [(torch.tensor(group.rows, device=device), group) for group in groups]

@@ -3,7 +3,6 @@
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -14,6 +13,7 @@ from medusa.attention import TreePlan
 from medusa.base.model import BaseModel
 from medusa.cache import BlockPool, CachedSequence, tell
 from medusa.drafters import Drafter
+from medusa.engine.logprobs import LogprobReader
 from medusa.engine.prefill import Chunk, first_state, take_chunks
 from medusa.state import DecodeState
 from medusa.tree import Draft
@@ -37,13 +37,6 @@ class StepResult:
     sizes: Sequence[int]
 
 
-class Reader(Protocol):
-    """Sees more of a step than its tokens."""
-
-    def read(self, accepted: Accepted, logits_BNV: Tensor) -> None:
-        """See what was accepted, and the base's logits [B, N, V]."""
-
-
 @torch.inference_mode()
 def decode_step(
     base: BaseModel,
@@ -51,7 +44,7 @@ def decode_step(
     drafter: Drafter,
     rule: Rule,
     state: DecodeState,
-    reader: Reader | None = None,
+    reader: LogprobReader | None = None,
     chunks: Sequence[Chunk] = (),
 ) -> StepResult:
     """Draft a tree, verify it in one pass of the base, accept a path, and keep its keys and values in the cache.
@@ -75,7 +68,7 @@ def verify(
     plan: TreePlan,
     rule: Rule,
     state: DecodeState,
-    reader: Reader | None = None,
+    reader: LogprobReader | None = None,
     chunks: Sequence[Chunk] = (),
 ) -> tuple[Accepted, Tensor, DecodeState]:
     """Run the base over the plan's first trees and accept a path of each, without copies to the host.
@@ -99,7 +92,7 @@ def verify(
 
 @torch.inference_mode()
 def first_step(
-    base: BaseModel, chunks: Sequence[Chunk], drafter: Drafter, rule: Rule, reader: Reader | None = None
+    base: BaseModel, chunks: Sequence[Chunk], drafter: Drafter, rule: Rule, reader: LogprobReader | None = None
 ) -> StepResult:
     """The base's own token after each of some texts, whose last chunks have been computed.
 
@@ -108,7 +101,7 @@ def first_step(
         chunks: The last chunk of each text.
         drafter: Drafts nothing, because no further pass of the base follows here.
         rule: Chooses the tokens.
-        reader: See ``Reader``.
+        reader: Reads log-probabilities.
     """
     hidden, logits = [one.hidden for one in chunks], [one.logits for one in chunks]
     hidden_BF = torch.stack([hidden_F for hidden_F in hidden if hidden_F is not None])
@@ -122,7 +115,7 @@ def first_step(
 
 
 def _judge(
-    draft: Draft, hidden_BNF: Tensor, logits_BNV: Tensor, rule: Rule, state: DecodeState, reader: Reader | None
+    draft: Draft, hidden_BNF: Tensor, logits_BNV: Tensor, rule: Rule, state: DecodeState, reader: LogprobReader | None
 ) -> Accepted:
     """Accept a path of each tree; hidden states and logits of smaller trees are padded with 0."""
     accepted = accept(draft, rule(draft, logits_BNV, state), state, hidden_BNF)

@@ -8,8 +8,9 @@ from medusa.acceptance import Rule
 from medusa.base.model import BaseModel
 from medusa.cache import CachedSequence
 from medusa.drafters import Drafter
+from medusa.engine.logprobs import LogprobReader
 from medusa.engine.prefill import Chunk
-from medusa.engine.step import Reader, decode_step
+from medusa.engine.step import decode_step
 from medusa.state import DecodeState
 
 
@@ -46,7 +47,7 @@ class EagerSteps:
         drafter: Drafter,
         rule: Rule,
         state: DecodeState,
-        reader: Reader | None = None,
+        reader: LogprobReader | None = None,
     ) -> None:
         self._base, self._sequences, self._drafter, self._rule = base, sequences, drafter, rule
         self._state, self._reader = state, reader

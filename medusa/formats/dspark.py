@@ -17,7 +17,7 @@ from torch import Tensor
 
 from medusa.formats.base import Export
 from medusa.formats.draft import DraftFormat, base_of, ids_and_order, layers_read, vocabulary_tensors
-from medusa.formats.eagle3_layer import decoder_values, layer_of
+from medusa.formats.eagle3_layer import NOT_READ, decoder_values, layer_of
 from medusa.formats.speculators import package_values
 from medusa.formats.vllm import base_output
 from medusa.heads import DraftHeads, HeadsConfig
@@ -39,7 +39,6 @@ LAYER_NAMES = {
 """The format's names of a layer's modules."""
 BEFORE, AFTER = "markov_head.markov_w1.weight", "markov_head.markov_w2.weight"
 OUTPUT = "lm_head.weight"
-NOT_READ = ("embed_tokens.weight", "t2d", "verifier_lm_head.weight", "verifier_norm.weight")
 CONFIDENCE = "confidence_head."
 
 

@@ -34,6 +34,8 @@ SIZES = (
     "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "rms_norm_eps", "attention_bias",
 )  # fmt: skip
 """Config keys of the layer that are the same in both configs."""
+NOT_READ = ("embed_tokens.weight", "t2d", "verifier_lm_head.weight", "verifier_norm.weight")
+"""Tensors of the base, or that follow from others."""
 
 
 def _names(layer: LayerConfig) -> Iterator[tuple[str, str]]:
@@ -82,7 +84,7 @@ def state_of(tensors: Mapping[str, Tensor], layer: LayerConfig, vocab_size: int)
         ValueError: There are tensors that such a layer does not have.
     """
     known = {name.replace("midlayer.", "layers.0."): tensor.clone() for name, tensor in tensors.items()}
-    for base in ("embed_tokens.weight", "t2d", "verifier_lm_head.weight", "verifier_norm.weight"):
+    for base in NOT_READ:
         known.pop(base, None)
     state = {ours: known.pop(theirs) for ours, theirs in _names(layer)}
     if layer.norm_features:

@@ -15,6 +15,7 @@ from torch import Tensor
 from medusa import MedusaModel, Request, SamplingParams, Speculation
 from medusa.clock import seconds
 from medusa.data.exchange import BATCH, Prompt, Settings
+from medusa.data.local import sampling_params
 from medusa.data.packing import pack
 from medusa.data.sources import Sample
 from medusa.loading.self_test import choose_decoding
@@ -111,7 +112,7 @@ def answering(model: MedusaModel, prompts: Sequence[Prompt], settings: Sequence[
     """
     batch, limit = model.batch(), settings[0].max_new_tokens
     requests = [
-        batch.add(list(prompt.ids), _params(settings[number % len(settings)], number), Speculation(nodes=1))
+        batch.add(list(prompt.ids), sampling_params(settings[number % len(settings)], number), Speculation(nodes=1))
         for number, prompt in enumerate(prompts[:BATCH])
     ]
 
@@ -190,15 +191,6 @@ class _Alone(Workers):
     def total(self, values: Tensor) -> Tensor:
         """The values."""
         return values
-
-
-def _params(settings: Settings, number: int) -> SamplingParams:
-    return SamplingParams(
-        max_new_tokens=settings.max_new_tokens,
-        temperature=settings.temperature,
-        top_p=settings.top_p,
-        seed=settings.seed + number,
-    )
 
 
 def _written(requests: Sequence[Request]) -> int:

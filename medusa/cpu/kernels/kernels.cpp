@@ -72,15 +72,6 @@ extern "C" const char* medusa_flavour() {
 #endif
 }
 
-// Whether a matrix unit computes linear layers in bfloat16.
-extern "C" int medusa_has_tiles() {
-#ifdef MEDUSA_TILES
-    return has_tiles();
-#else
-    return 0;
-#endif
-}
-
 template <class T, class W>
 static void whole_linear(int threads, const Linear& layer, int64_t rows, const T* x, T* out) {
     const int64_t in = layer.in, wide_in = W::room(in);
