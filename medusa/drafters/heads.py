@@ -36,13 +36,8 @@ class Floors:
         node: A node is kept if it has at least this probability.
     """
 
-    level: float
-    node: float
-
-    @staticmethod
-    def of(nodes: int) -> "Floors":
-        """Those of trees with so many nodes: lower above 8, because larger ones are chosen where rows are cheap."""
-        return Floors(min(0.35, 2.8 / nodes), min(0.04, 0.32 / nodes))
+    level: float = 0.35
+    node: float = 0.04
 
 
 class HeadsDrafter(Drafter):
@@ -59,7 +54,7 @@ class HeadsDrafter(Drafter):
         nodes: N for dynamic trees, the root included.
         tree: A static topology instead.
         host_decides: On a CPU: leave out nodes below ``floors``, so that shapes vary.
-        floors: Floors of dynamic trees; None = those of their size.
+        floors: Floors of dynamic trees.
         temperature: Temperature of sampling whose draws depend on seed and position only (``sampling`` acceptance).
             Drafts then use the noise of the base's later draws, so they follow the draws and not the most likely
             tokens. 0 = draft the most likely tokens.
@@ -75,7 +70,7 @@ class HeadsDrafter(Drafter):
         nodes: int,
         tree: Tree | None = None,
         host_decides: bool = True,
-        floors: Floors | None = None,
+        floors: Floors = Floors(),
         temperature: float = 0.0,
     ) -> None:
         num_heads, output_size = heads.config.num_heads, heads.config.output_size
@@ -88,7 +83,7 @@ class HeadsDrafter(Drafter):
         self._tokens_V = heads.token_ids(torch.arange(output_size if temperature else 0, device=device))
         depth, width = min(num_heads, nodes - 1), min(WIDTH, output_size)
         host_decides = host_decides and device.type == "cpu"
-        best_first = _BestFirst(nodes, depth, width, (floors or Floors.of(nodes)) if host_decides else None)
+        best_first = _BestFirst(nodes, depth, width, floors if host_decides else None)
         self._shape: _BestFirst | StaticShape = best_first if tree is None else StaticShape(tree, device)
         self.recordable = tree is not None or not host_decides
         self.observers = heads.observers
