@@ -66,13 +66,12 @@ def open_rows(
     directory.parent.mkdir(parents=True, exist_ok=True)
     with _locked(directory.with_suffix(".lock")):
         sweep(directory.parent, f"{key}.*.tmp", age=0)  # left by a process that was killed
-        if (packed := _opened(directory)) is not None:
-            return replace(packed, prompts=source.prompts)
-        if directory.exists():
-            LOGGER.warning("rows in %s are damaged; they are made again", directory)
-            shutil.rmtree(directory)
-        _make(directory, samples(source, tokenizer), source, row_tokens, window)
-        packed = _opened(directory)
+        if (packed := _opened(directory)) is None:
+            if directory.exists():
+                LOGGER.warning("rows in %s are damaged; they are made again", directory)
+                shutil.rmtree(directory)
+            _make(directory, samples(source, tokenizer), source, row_tokens, window)
+            packed = _opened(directory)
     if packed is None:
         raise OSError(f"rows in {directory} cannot be read back; free space on its disk, or change data.cache")
     return replace(packed, prompts=source.prompts)

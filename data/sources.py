@@ -127,7 +127,7 @@ def read_samples(source: str | Path | Source, tokenizer: PreTrainedTokenizerBase
 
 
 def samples(source: Source, tokenizer: PreTrainedTokenizerBase) -> Iterator[Sample]:
-    """Tokenise a source, record by record; records without an answer are skipped and counted in one warning.
+    """Tokenise a source, record by record; records without anything to learn are skipped and counted in one warning.
 
     A record becomes one document, or several if the chat template rewrites earlier turns.
 
@@ -166,7 +166,9 @@ def _tokens(record: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, promp
         return [(given, marks)]
     turns = conversation(record)
     if turns is None and record.keys() == {"prompt"}:
-        turns = [{"role": "user", "content": record["prompt"]}]
+        if not prompts:
+            raise NoAnswerError("it is a prompt alone")
+        turns = [{"role": "user", "content": plain_text(record["prompt"])}]
     if turns is not None:
         unanswered = prompts and not any(turn["role"] == "assistant" for turn in turns)
         return [question(tokenizer, turns)] if unanswered else documents(tokenizer, turns)
