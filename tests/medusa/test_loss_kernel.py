@@ -19,7 +19,7 @@ def test_kinds_are_those_of_torch():
 @pytest.mark.parametrize("dtype", ROUNDING)
 @pytest.mark.parametrize("columns", [2, 16, 19, 8192, 10007])
 @pytest.mark.parametrize("kind", losses.KINDS)
-def test_losses_and_gradients_are_those_of_float64(kind, columns, dtype, monkeypatch):
+def test_losses_and_gradients_are_those_of_float64(kind, columns, dtype):
     torch.manual_seed(0)
     logits = (torch.randn(ROWS, columns) * 4).to(dtype)
     logits[0] = 0  # all equal: every label has the highest logit
@@ -37,7 +37,11 @@ def test_losses_and_gradients_are_those_of_float64(kind, columns, dtype, monkeyp
     expected_loss, expected_correct = replace_by_gradient(exact, targets)
     assert correct.tolist() == expected_correct.tolist()
     torch.testing.assert_close(loss.double(), expected_loss, rtol=2e-5, atol=2e-6)
-    torch.testing.assert_close(replaced.double(), exact, rtol=2 * ROUNDING[dtype], atol=2e-6)
+    # Where both give a token the same probability, the gradient of acceptance jumps.
+    ours, theirs = logits.double().softmax(1), teacher.double().softmax(1)[taught_by]
+    smooth = (ours - theirs).abs() > 1e-5 * theirs
+    assert smooth.double().mean() > 0.99
+    torch.testing.assert_close(replaced.double()[smooth], exact[smooth], rtol=2 * ROUNDING[dtype], atol=2e-6)
 
 
 def test_threads_and_neighbours_change_nothing():
