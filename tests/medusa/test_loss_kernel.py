@@ -17,7 +17,7 @@ def test_kinds_are_those_of_torch():
 
 
 @pytest.mark.parametrize("dtype", ROUNDING)
-@pytest.mark.parametrize("columns", [2, 16, 19, 8192, 10007])
+@pytest.mark.parametrize("columns", [2, 16, 19, 5003])
 @pytest.mark.parametrize("kind", losses.KINDS)
 def test_losses_and_gradients_are_those_of_float64(kind, columns, dtype):
     torch.manual_seed(0)
