@@ -1,6 +1,7 @@
 """What the documents name exists: commands, modules, files and links."""
 
 import ast
+import functools
 import re
 import shlex
 import subprocess
@@ -43,6 +44,7 @@ def commands(text):
                 yield words
 
 
+@functools.cache
 def launch_commands():
     """The commands that `./launch.sh help` lists."""
     text = subprocess.run([ROOT / "launch.sh", "help"], capture_output=True, text=True, check=True).stdout

@@ -1,5 +1,6 @@
 """Conversion of a GGUF file to the directory of a base; at most the largest tensor is in memory in float32."""
 
+import functools
 import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -39,7 +40,7 @@ def convert(file: Path, directory: Path, expanded: bool = False) -> str:
         OSError: The directory cannot be written.
         ValueError: The file is damaged, transformers cannot read its family, or the package ``gguf`` is missing.
     """
-    with _one_error(file):
+    with _one_error(file), _read_once():
         reading = Reading(file, DTYPE)
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
         whole = None if reading.singly() and not expanded else reading.whole()
@@ -76,7 +77,7 @@ def read_config(file: Path) -> PretrainedConfig:
     Raises:
         ValueError: See ``convert``.
     """
-    with _one_error(file):
+    with _one_error(file), _read_once():
         return Reading(file, DTYPE).outline.config
 
 
@@ -90,6 +91,24 @@ def held_bytes(file: Path) -> int:
         found = stored_tensors(file)[1]
     bits = [held_bits(one.kind) if one.kind in KINDS else 8 * DTYPE.itemsize for one in found]
     return int(sum(prod(one.shape) * each for one, each in zip(found, bits, strict=True)) / 8)
+
+
+@contextmanager
+def _read_once() -> Iterator[None]:
+    """Read the fields of a file once: transformers reads them for config, tokenizer and weights, seconds each.
+
+    It also makes the map of tensor names for every module of the model, where one would do.
+    """
+    import gguf
+
+    functions = {name: getattr(gguf, name) for name in ("GGUFReader", "get_tensor_name_map")}
+    for name, function in functions.items():
+        setattr(gguf, name, functools.cache(function))
+    try:
+        yield
+    finally:
+        for name, function in functions.items():
+            setattr(gguf, name, function)
 
 
 @contextmanager

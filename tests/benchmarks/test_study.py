@@ -11,8 +11,7 @@ from tests.train.jobs import write_recipe
 VARIANTS = """
 one: {heads.architecture: medusa}
 two: {heads.architecture: recurrent, optim.loss: kl}
-three: {heads.architecture: block}
-four: {heads.architecture: attention}
+three: {heads.architecture: attention}
 """
 
 
@@ -20,27 +19,26 @@ four: {heads.architecture: attention}
 def words(tmp_path, base_directory, samples, heldout, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)  # drawing a run's curves takes longer than training here
     evaluate = {"prompts": 2, "max_new_tokens": 6}
-    sections = {"data": {"heldout": str(heldout)}, "optim": {"steps": 6}, "evaluate": evaluate}
+    sections = {"data": {"heldout": str(heldout)}, "optim": {"steps": 3}, "evaluate": evaluate}
     recipe = write_recipe(tmp_path / "recipe.yaml", base_directory, samples, sections)
     (tmp_path / "variants.yaml").write_text(VARIANTS)
     return ["--recipe", str(recipe), "--variants", str(tmp_path / "variants.yaml"), "--out", str(tmp_path / "out")]
 
 
 def test_variants_are_trained_once_and_compared(words, tmp_path, capsys):
-    assert main([*words, "--seeds", "2"]) == 0
+    assert main(words) == 0
     report = json.loads((tmp_path / "out" / "report.json").read_text())
-    assert [row["variant"] for row in report["rows"]] == list(report["variants"]) == ["one", "two", "three", "four"]
-    for row in report["rows"]:
-        steps = [figures["heldout_tokens_per_step"] for figures in row["figures"]]
-        assert len(steps) == 2
-        assert row["tokens_per_step"] == sum(steps) / 2 >= 1
-        assert len(row["top1"].split(", ")) == 3
+    assert [row["variant"] for row in report["rows"]] == list(report["variants"]) == ["one", "two", "three"]
+    assert all(len(row["top1"].split(", ")) == 3 for row in report["rows"])
     assert "| two |" in (tmp_path / "out" / "report.md").read_text()
     assert len(list((tmp_path / "out").glob("hidden-*"))) == 2, "runs that read the same positions share hidden states"
-    weights = tmp_path / "out" / "two" / "seed-1" / "heads" / "heads.safetensors"
+    weights = tmp_path / "out" / "two" / "seed-0" / "heads" / "heads.safetensors"
     trained = weights.stat().st_mtime_ns
-    assert main([*words, "--seeds", "2"]) == 0
+    assert main([*words, "--only", "two", "--seeds", "2"]) == 0
     assert weights.stat().st_mtime_ns == trained
+    (row,) = json.loads((tmp_path / "out" / "report.json").read_text())["rows"]
+    steps = [figures["heldout_tokens_per_step"] for figures in row["figures"]]
+    assert len(steps) == 2 and row["tokens_per_step"] == sum(steps) / 2 >= 1
 
 
 def test_the_designs_of_the_repository_are_recipes(samples, monkeypatch, tmp_path):

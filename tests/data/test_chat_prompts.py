@@ -4,18 +4,24 @@ import json
 import re
 from collections import Counter
 
+import pytest
+
 from medusa.data.chat_prompts import LISTS, chat_prompts
 
 
-def test_prompts_are_different_and_of_all_kinds():
-    prompts = chat_prompts("train", 3000)
+@pytest.fixture(scope="module")
+def prompts():
+    return chat_prompts("train", 3000)
+
+
+def test_prompts_are_different_and_of_all_kinds(prompts):
     assert len(prompts) == len({prompt.turns[0] for prompt in prompts}) == 3000
     counts = Counter(prompt.kind for prompt in prompts)
     assert set(counts) == set(json.loads((LISTS / "templates.json").read_text())) and min(counts.values()) > 100
 
 
-def test_every_slot_is_filled():
-    texts = [turn for split in ("train", "heldout") for prompt in chat_prompts(split, 2000) for turn in prompt.turns]
+def test_every_slot_is_filled(prompts):
+    texts = [turn for prompt in [*prompts, *chat_prompts("heldout", 1000)] for turn in prompt.turns]
     assert not [text for text in texts if re.search(r"[{}]", text)]
 
 
@@ -24,20 +30,20 @@ def test_the_list_is_a_pure_function_of_split_and_seed():
     assert chat_prompts("train", 50, seed=3) != chat_prompts("train", 50, seed=4)
 
 
-def test_held_out_prompts_are_never_trained_on():
+def test_held_out_prompts_are_never_trained_on(prompts):
     heldout = {prompt.turns[0] for prompt in chat_prompts("heldout", 300)}
-    trained = {prompt.turns[0] for seed in range(2) for prompt in chat_prompts("train", 6000, seed)}
+    trained = {prompt.turns[0] for prompt in [*prompts, *chat_prompts("train", 3000, seed=1)]}
     assert not heldout & trained
 
 
-def test_a_name_stays_the_same_within_a_prompt_and_a_second_one_is_another():
-    for prompt in chat_prompts("train", 3000):
+def test_a_name_stays_the_same_within_a_prompt_and_a_second_one_is_another(prompts):
+    for prompt in prompts:
         if match := re.search(r"(\w+) is \d+ years older than (\w+)\.", prompt.turns[0]):
             assert match[1] != match[2]
         if match := re.search(r"^(\w+) has \d+ .* Then (\w+) gives", prompt.turns[0]):
             assert match[1] == match[2]
 
 
-def test_asked_turns_are_messages():
-    prompt = next(prompt for prompt in chat_prompts("train", 200) if len(prompt.turns) == 2)
+def test_asked_turns_are_messages(prompts):
+    prompt = next(prompt for prompt in prompts if len(prompt.turns) == 2)
     assert [[message["role"] for message in turn] for turn in prompt.asked] == [["user"], ["user"]]

@@ -1,5 +1,6 @@
 """What is trained on under the chat templates of well-known models, written out as text that a person can check."""
 
+import functools
 import os
 from pathlib import Path
 
@@ -32,6 +33,7 @@ TOKENS = {
 }
 
 
+@functools.cache
 def byte_tokenizer(name: str) -> PreTrainedTokenizerFast:
     """One token per byte and per token of the template."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())

@@ -35,7 +35,7 @@ def run(model, tmp_path):
     return run
 
 
-@pytest.mark.parametrize("settings", [{}, {"temperature": 1.0, "seed": 3}, {"temperature": 1.0, "top_p": 0.5}])
+@pytest.mark.parametrize("settings", [{}, {"temperature": 1.0, "seed": 3, "top_p": 0.5}])
 def test_answers_are_the_bases_own_and_only_they_are_supervised(model, prompts, run, settings):
     samples = run(prompts, **settings)
     shortest_first = sorted((list(prompt.ids) for prompt in prompts), key=len)

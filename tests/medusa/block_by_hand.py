@@ -3,15 +3,14 @@
 import torch
 from torch.nn.functional import linear, rms_norm, silu
 
-from tests.medusa.layer_by_hand import turned, within
+from tests.medusa.layer_by_hand import states, turned, within
 
 
 def recomputed(heads, base, text, path):
     """Logits of the token behind a path below the last token of a text."""
     config, layer, dim = heads.config, heads.config.layer, heads.config.hidden_size
     end, depths, groups = len(text) - 1, config.num_heads, layer.num_attention_heads // layer.num_key_value_heads
-    hidden = base.tapped(config.feature_layers).hidden_states(torch.tensor([text]))[0, :end]
-    state = hidden
+    hidden = state = states(base, config.feature_layers, tuple(text))
     if heads.fusion is not None:
         taps = hidden[:, dim:].unflatten(1, (-1, dim))
         if layer.norm_features:

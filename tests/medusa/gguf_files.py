@@ -13,7 +13,9 @@ SIZES = {
 }  # fmt: skip
 
 
-def write_file(path, family, config_class, tokenizer, kind="Q4_1", without=(), extra=(), wrong=None, seed=0):
+def write_file(
+    path, family, config_class, tokenizer, kind="Q4_1", without=(), extra=(), wrong=None, seed=0, sizes=(), blocks=None
+):
     """Write a random model; returns the file's path.
 
     Args:
@@ -26,11 +28,15 @@ def write_file(path, family, config_class, tokenizer, kind="Q4_1", without=(), e
         extra: Tensors that the model has no place for.
         wrong: Sizes that the file promises in place of ``SIZES``.
         seed: Of the weights.
+        sizes: Other sizes than ``SIZES``.
+        blocks: Gives the blocks of a matrix and their type, from its name and numbers; None = all are of ``kind``.
     """
     torch.manual_seed(seed)
+    blocks = blocks or (lambda name, numbers: (quantize(numbers, GGMLQuantizationType[kind]), kind))
     letters = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
-    model = AutoModelForCausalLM.from_config(config_class(vocab_size=len(letters) + 1, initializer_range=0.1, **SIZES))
-    sizes = SIZES | (wrong or {})
+    sizes = SIZES | dict(sizes)
+    model = AutoModelForCausalLM.from_config(config_class(vocab_size=len(letters) + 1, initializer_range=0.1, **sizes))
+    sizes |= wrong or {}
     writer = GGUFWriter(path, family)
     writer.add_context_length(256)
     writer.add_embedding_length(sizes["hidden_size"])
@@ -65,8 +71,8 @@ def write_file(path, family, config_class, tokenizer, kind="Q4_1", without=(), e
         if weight.dim() == 1 or weight.shape[-1] % 32:
             writer.add_tensor(name, numbers)
         else:
-            blocks = quantize(numbers, GGMLQuantizationType[kind])
-            writer.add_tensor(name, blocks, raw_dtype=GGMLQuantizationType[kind])
+            stored, own_kind = blocks(name, numbers)
+            writer.add_tensor(name, stored, raw_dtype=GGMLQuantizationType[own_kind])
     for name in extra:
         writer.add_tensor(name, np.ones(8, np.float32))
     writer.write_header_to_file()

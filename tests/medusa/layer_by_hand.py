@@ -1,5 +1,7 @@
 """The layer of attention heads, written out: over a whole text, then token by token along a path."""
 
+from functools import lru_cache
+
 import torch
 from torch.nn.functional import linear, rms_norm, silu
 
@@ -10,7 +12,7 @@ def recomputed(heads, base, text, path):
     """Logits of the token behind a path below the last token of a text, by the layer over all of it at once."""
     layer, dim = heads.config.layer, heads.config.hidden_size
     ids = [*text, *path]
-    hidden = base.tapped(heads.config.feature_layers).hidden_states(torch.tensor([text]))[0, : len(text) - 1]
+    hidden = states(base, heads.config.feature_layers, tuple(text))
     if heads.fusion is None:
         state = hidden
     else:
@@ -48,6 +50,13 @@ def recomputed(heads, base, text, path):
         out = (state + linear(gated, heads.down_proj.weight))[-1:]
         state, first = heads.output_norm(out) if layer.norm_output else out, end - 1
     return linear(heads.output_norm(out), heads.lm_heads[0])[0]
+
+
+@lru_cache(maxsize=32)  # many paths stand below one text
+@torch.no_grad()
+def states(base, layers, text):
+    """[T - 1, F]: what the base says of a text before its last token."""
+    return base.tapped(layers).hidden_states(torch.tensor([text]))[0, :-1]
 
 
 def within(window, ends, length):

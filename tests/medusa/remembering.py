@@ -30,11 +30,15 @@ def recomputed(heads, base, text, path):
 
 
 @torch.no_grad()
-def score(heads, base, text, path):
-    """The sum of log-probabilities along a path, each computed anew, less what each depth costs."""
-    total = 0.0
-    for depth, column in enumerate(heads.columns(torch.tensor(path, dtype=torch.int64)).tolist()):
-        logits = recomputed(heads, base, text, path[:depth])
-        drafted = logits if len(logits) == heads.config.output_size else logits[heads.draft_ids]
-        total += float(drafted.log_softmax(-1)[column]) - 1e-4
-    return total
+def scores(heads, base, text, paths):
+    """For each path the sum of log-probabilities along it, each computed anew, less what each depth costs."""
+    logprobs, found = {}, {}
+    for path in paths:
+        found[path] = 0.0
+        for depth, column in enumerate(heads.columns(torch.tensor(path, dtype=torch.int64)).tolist()):
+            if path[:depth] not in logprobs:
+                logits = recomputed(heads, base, text, path[:depth])
+                drafted = logits if len(logits) == heads.config.output_size else logits[heads.draft_ids]
+                logprobs[path[:depth]] = drafted.log_softmax(-1)
+            found[path] += float(logprobs[path[:depth]][column]) - 1e-4
+    return found

@@ -102,9 +102,18 @@ def test_trees_of_one_draft_may_differ_in_size(backend):
     torch.testing.assert_close(layer.run(backend), expected, atol=0, rtol=0)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("lengths", [(0, 31, 32, 33), (127, 128, 129, 5), (300, 61, 95, 260)], ids=str)
-@pytest.mark.parametrize("nodes", [1, 7, (37, 1, 8, 1)], ids=str)
+@pytest.mark.parametrize(
+    ("nodes", "lengths", "dtype"),
+    [
+        (1, (0, 31, 32, 33), torch.bfloat16),
+        (1, (127, 128, 129, 5), torch.float32),
+        (7, (127, 128, 129, 5), torch.bfloat16),
+        (7, (300, 61, 95, 260), torch.float32),
+        ((37, 1, 8, 1), (300, 61, 95, 260), torch.bfloat16),
+        ((37, 1, 8, 1), (0, 31, 32, 33), torch.float32),
+    ],
+    ids=str,
+)
 def test_where_keys_stand_changes_no_bit_of_exact_sums(nodes, lengths, dtype):
     exact = build("exact", CPU)
     for case in (Case(groups=3), Case(window=40, softcap=1.5, sinks=True, dim_v=32), Case(chunk=48)):
@@ -118,7 +127,7 @@ def test_where_keys_stand_changes_no_bit_of_exact_sums(nodes, lengths, dtype):
 
 
 def test_the_whole_model_writes_the_same_text(backend, base_directory, make_heads, caplog):
-    dtype, steps = dtype_of(backend), 4 if backend.name == "triton" else 20
+    dtype, steps = dtype_of(backend), 4 if backend.name == "triton" else 10
     prompts = [[5, 9, 40, 41], [7]]
     with caplog.at_level(logging.INFO, "medusa.attention.backends"):
         loaded = BaseModel.load(base_directory, dtype=dtype, device="cpu", attention=backend.name)

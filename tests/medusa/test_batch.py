@@ -14,10 +14,8 @@ from medusa.sampling import SamplingParams, Speculation
 from tests.medusa.kinds import REMEMBER
 from tests.medusa.tape import Recorder
 
-SCHEDULES = 30
+SCHEDULES = 10
 """``test_many_schedules`` runs more."""
-
-
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -89,10 +87,10 @@ def run(batch, asked, chance):
 def check(speaker, batch, seed):
     chance = random.Random(seed)
     asked = [request(chance, speaker.base.vocab_size) for _ in range(chance.randrange(2, 7))]
-    asked += asked[:1] * chance.choice([0, 0, 2])  # n = 3
-    requests, removed = run(batch, asked, chance)
-    for number, ((prompt, params, speculation), joined) in enumerate(zip(asked, requests, strict=True)):
-        alone = speaker.generate(prompt, sampling=params, speculation=speculation)
+    texts = [speaker.generate(prompt, sampling=params, speculation=rest) for prompt, params, rest in asked]
+    copies = chance.choice([0, 0, 2])  # n = 3
+    requests, removed = run(batch, asked + asked[:1] * copies, chance)
+    for number, (alone, joined) in enumerate(zip(texts + texts[:1] * copies, requests, strict=True)):
         output = joined.output
         if number in removed:
             assert output.finish_reason == "abort"
@@ -122,7 +120,7 @@ def test_requests_write_what_they_write_alone(speaker, first):
 @pytest.mark.slow
 def test_many_schedules(speaker):
     """Here too fewer where steps are recorded."""
-    assert schedules(speaker, range(SCHEDULES, 500 if speaker.graphs is None else 100)) > 0
+    assert schedules(speaker, range(SCHEDULES, 80 if speaker.graphs is None else 30)) > 0
 
 
 def test_long_prompts_do_not_hold_up_others(speaker):
@@ -136,8 +134,6 @@ def test_long_prompts_do_not_hold_up_others(speaker):
     batch.step()
     assert len(first.output.tokens) >= grown + 2, "a step of those that decode beside each chunk"
     assert not short.active, "a long prompt leaves room in each pass"
-    while len(batch):
-        batch.step()
 
 
 def test_who_comes_next(speaker):
@@ -157,15 +153,13 @@ def test_a_client_with_few_requests_comes_before_one_with_many(speaker):
     few = batch.add([5, 6], params, client="few")
     batch.step()
     assert few.output.tokens and sum(bool(one.output.tokens) for one in many) == 2
-    while len(batch):
-        batch.step()
 
 
 def test_a_step_that_computes_prompts_drafts_nothing_where_sizes_are_left_open(base, make_heads):
     """Those that wait for their first token wait for its end; who asks for a size gets it."""
     speaker = MedusaModel(base, make_heads())
     batch = speaker.batch()
-    params = SamplingParams(max_new_tokens=60, ignore_eos=True)
+    params = SamplingParams(max_new_tokens=30, ignore_eos=True)
     given, left_open = (batch.add([5, 6, 7], params, Speculation("heads", nodes=n)) for n in (4, None))
     for _ in range(6):
         batch.step()
@@ -244,9 +238,9 @@ def test_a_prompt_as_long_as_the_context_can_be_scored(speaker, monkeypatch):
 def test_presence_and_frequency_penalties_count_the_completion_alone(speaker):
     """One token at a time by hand, from the base's logits."""
     prompt = [5, 6, 7]
-    params = SamplingParams(max_new_tokens=20, presence_penalty=1.5, frequency_penalty=0.7, ignore_eos=True)
+    params = SamplingParams(max_new_tokens=12, presence_penalty=1.5, frequency_penalty=0.7, ignore_eos=True)
     text, new = list(prompt), []
-    for _ in range(20):
+    for _ in range(12):
         logits = speaker.base.logits(speaker.base.hidden_states(torch.tensor([text])))[0, -1].float()
         for token in set(new):
             logits[token] -= 1.5 + 0.7 * new.count(token)

@@ -18,7 +18,7 @@ from tests.medusa.biased import forgetful, generous
 from tests.medusa.rules import make_rule
 from tests.medusa.states import state_at
 
-V = 5
+V = 4
 TREES = [[0, 0], [0, 0, 0], [0, 0, 1], [0, 0, 0, 0], [0, 0, 0, 1], [0, 0, 1, 1], [0, 0, 0, 1, 2], [0, 0, 0, 1, 1]]
 """Parents of each node; the root is its own."""
 
@@ -161,7 +161,7 @@ def test_sampling_has_the_law_of_the_base(base, monkeypatch, parents, choice):
 
 def test_equal_paths_must_share_their_draw_and_do(base, monkeypatch):
     """Two siblings with one token: with draws of their own the deeper of two paths would win, which is a bias."""
-    parents, tokens = [0, 0, 0, 1, 2], torch.tensor([0, 3, 3, 0, 4])
+    parents, tokens = [0, 0, 0, 1, 2], torch.tensor([0, 3, 3, 0, 2])
     logits = torch.zeros(64, 5, V)
     draft = Draft.of(tokens.expand(64, -1), torch.tensor(parents).expand(64, -1), 2)
     bonus = make_rule("sampling", temperature=1.0)(draft, logits, state_at([5] * 64, torch.arange(64))).bonus

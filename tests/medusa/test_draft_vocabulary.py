@@ -91,10 +91,9 @@ def test_a_level_gives_the_logits_of_the_part(base, make_heads, architecture, ow
     torch.testing.assert_close(part, all_of_it[..., ids])
 
 
-@pytest.mark.parametrize("drafter", [None, "heads", "heads-sampled", "static"])
-@pytest.mark.parametrize("settings", [{}, {"temperature": 1.0, "seed": 2}])
-def test_text_is_that_of_plain_decoding(base, heads, drafter, settings):
-    model, options = MedusaModel(base, heads), {"max_new_tokens": 18} | settings
+@pytest.mark.parametrize(("drafter", "temperature"), [("heads", 0.0), ("heads-sampled", 1.0), ("static", 1.0)])
+def test_text_is_that_of_plain_decoding(base, heads, drafter, temperature):
+    model, options = MedusaModel(base, heads), {"max_new_tokens": 12, "temperature": temperature, "seed": 2}
     if drafter == "heads-sampled":
         drafter = SampledHeadsDrafter(heads, base, 12, 1.0)
     how = {"tree": LOPSIDED} if drafter == "static" else {"drafter": drafter}

@@ -5,7 +5,6 @@ The same comparisons are made with the reference backend, where they must fail: 
 
 import dataclasses
 import os
-from itertools import product
 
 import pytest
 import torch
@@ -76,37 +75,39 @@ def test_the_comparison_fails_where_sums_depend_on_places(dtype):
     assert exactness.find_out(old).exact is False
 
 
-@pytest.mark.parametrize("rows", [1, 5, 7, 33])
-def test_an_output_layer_whose_rows_depend_on_their_number_is_found(base, rows, monkeypatch):
+def test_an_output_layer_whose_rows_depend_on_their_number_is_found(monkeypatch):
     """Hidden states are the same, and one logit of one row of such passes is off."""
+    base = load(resolve_base_name("embedded"), HALF)
     exact = base.logits
+    for rows in (1, 5, 7, 33):
 
-    def logits(hidden):
-        found = exact(hidden).clone()
-        if len(hidden) == rows:
-            found[-1, 3] *= 1.01
-        return found
+        def logits(hidden, rows=rows):
+            found = exact(hidden).clone()
+            if len(hidden) == rows:
+                found[-1, 3] *= 1.01
+            return found
 
-    monkeypatch.setattr(base, "logits", logits)
-    assert exactness._difference(base) is not None
+        monkeypatch.setattr(base, "logits", logits)
+        assert exactness._difference(base) is not None, rows
 
 
 def test_trees_and_batches_write_what_plain_decoding_writes(model):
     """Greedy rows and sampled ones, side by side."""
-    params = [SamplingParams(max_new_tokens=16, **settings) for _ in TEXTS[::2] for settings in SAMPLING.values()]
+    params = [SamplingParams(max_new_tokens=10, **settings) for _ in TEXTS[::2] for settings in SAMPLING.values()]
     requests = list(zip(TEXTS, params, strict=True))
     plain = [model.generate(text, sampling=each, nodes=1).tokens for text, each in requests]
-    for nodes in (4, None, 16):
+    for nodes in (4, None):
         outputs = model.generate(TEXTS, sampling=params, nodes=nodes)
         assert [output.tokens for output in outputs] == plain
+    outputs = [model.generate(text, sampling=each, nodes=16) for text, each in requests]
+    assert [output.tokens for output in outputs] == plain
     assert sum(output.steps for output in outputs) < sum(map(len, plain)), "some drafts were right"
-    assert [model.generate(text, sampling=each, nodes=16).tokens for text, each in requests] == plain
 
 
 def test_states_do_not_depend_on_chunks_or_on_what_was_cached(base):
-    prompt = [(31 * i + 7) % base.vocab_size for i in range(300)]
+    prompt = [(31 * i + 7) % base.vocab_size for i in range(160)]
     states, caches = [], []
-    for chunk, cached in ((512, 0), (64, 0), (7, 130), (1, 290)):
+    for chunk, cached in ((512, 0), (64, 0), (7, 130), (1, 150)):
         pool = base.new_pool()
         if cached:
             (before,), _ = prefill(base, [prompt[: cached + 1]], chunk=33, pool=pool)
@@ -114,8 +115,8 @@ def test_states_do_not_depend_on_chunks_or_on_what_was_cached(base):
             before.close()
         (sequence,), state = prefill(base, [prompt], chunk=chunk, pool=pool)
         states.append(state.hidden)
-        assert sequence.length == 299
-        places = BlockTable(pool.tables.of([sequence.line]), pool.size).places(torch.arange(299)[None])[0]
+        assert sequence.length == 159
+        places = BlockTable(pool.tables.of([sequence.line]), pool.size).places(torch.arange(159)[None])[0]
         buffers = [rows.flatten(0, 1) for arena in pool.arenas for rows in arena.buffers]
         caches.append(torch.cat([rows[places].flatten() for rows in buffers]))
     assert all(torch.equal(state, states[0]) for state in states)
@@ -126,9 +127,9 @@ def test_a_kept_prefix_changes_nothing(model):
     prefix, prompt = Prefix(), model.base.tokenizer(TEXTS[0]).input_ids
     first = model.generate(prompt, prefix=prefix, max_new_tokens=2 * BLOCK, nodes=16, ignore_eos=True)
     second = [*prompt, *first.tokens[: 2 * BLOCK + 1 - len(prompt)], *model.base.tokenizer(TEXTS[1]).input_ids]
-    with_prefix = model.generate(second, prefix=prefix, max_new_tokens=40, nodes=16)
+    with_prefix = model.generate(second, prefix=prefix, max_new_tokens=16, nodes=16)
     assert with_prefix.cached_tokens == len(second) // BLOCK * BLOCK > len(prompt)
-    assert with_prefix.tokens == model.generate(second, max_new_tokens=40, nodes=1).tokens
+    assert with_prefix.tokens == model.generate(second, max_new_tokens=16, nodes=1).tokens
 
 
 @pytest.fixture(scope="module")
@@ -223,7 +224,7 @@ QUESTIONS = [
 
 
 PROMPTS = int(os.environ.get("MEDUSA_EXACT_PROMPTS", "4"))
-TOKENS = int(os.environ.get("MEDUSA_EXACT_TOKENS", "24"))
+TOKENS = int(os.environ.get("MEDUSA_EXACT_TOKENS", "16"))
 """Of the comparison below; 64 prompts take an hour."""
 
 
@@ -231,7 +232,10 @@ TOKENS = int(os.environ.get("MEDUSA_EXACT_TOKENS", "24"))
 @pytest.mark.parametrize("fused", [False, True], ids=["eager", "fused"])
 @pytest.mark.parametrize("name", ["embedded", "smollm2"])
 def test_texts_of_many_prompts(name, fused, smollm2_directory, monkeypatch):
-    """All texts of trees of 4, of 16 and of automatic size, alone and in batches of 4, are those of plain decoding."""
+    """All texts of trees of 4, of 16 and of automatic size, alone or in batches of 4, are those of plain decoding.
+
+    Every other text is sampled.
+    """
     if name == "smollm2":
         if not fused:
             monkeypatch.setattr("medusa.loading.load.fuse", lambda base: base)
@@ -241,11 +245,11 @@ def test_texts_of_many_prompts(name, fused, smollm2_directory, monkeypatch):
         model = with_random_heads(exactness.find_out(fuse(base) if fused else base))
     assert model.base.exact and model.base.fused == fused
     prompts = [model.chat_prompt([{"role": "user", "content": question}]) for question in QUESTIONS[:PROMPTS]]
-    for settings in SAMPLING.values():
-        options = {"max_new_tokens": TOKENS, **settings}
-        plain = [model.generate(prompt, nodes=1, **options).tokens for prompt in prompts]
-        for nodes, batch in ((1, 4), *product((4, 16, None), (1, 4))):
-            groups = [prompts[i : i + batch] for i in range(0, len(prompts), batch)]
-            outputs = [output for group in groups for output in model.generate(group, nodes=nodes, **options)]
-            same = sum(output.tokens == text for output, text in zip(outputs, plain, strict=True))
-            assert same == len(prompts), f"{settings}, nodes {nodes}, batch {batch}: {same} equal"
+    params = [SamplingParams(max_new_tokens=TOKENS, **settings) for _ in prompts[::2] for settings in SAMPLING.values()]
+    requests = list(zip(prompts, params, strict=True))
+    plain = [model.generate(prompt, sampling=each, nodes=1).tokens for prompt, each in requests]
+    for nodes, batch in ((1, 4), (4, 1), (16, 4), (None, 4)):
+        groups = [zip(*requests[i : i + batch], strict=True) for i in range(0, len(prompts), batch)]
+        outputs = [out for group, each in groups for out in model.generate(list(group), sampling=each, nodes=nodes)]
+        same = sum(output.tokens == text for output, text in zip(outputs, plain, strict=True))
+        assert same == len(prompts), f"nodes {nodes}, batch {batch}: {same} equal"

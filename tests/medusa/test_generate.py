@@ -21,31 +21,26 @@ PROMPTS = ["def f(x):", "a", "once upon a time"]
 def plain(base):
     model = MedusaModel(base)
     return {
-        temperature: model.generate(PROMPTS, max_new_tokens=40, temperature=temperature, seed=7)
+        temperature: model.generate(PROMPTS, max_new_tokens=24, temperature=temperature, seed=7, nodes=1)
         for temperature in (0.0, 1.0)
     }
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("drafter", ["heads", "prompt-lookup", "hybrid"])
-@pytest.mark.parametrize("nodes", [2, 64])
-def test_dynamic_trees_change_nothing(model, plain, temperature, nodes, drafter):
-    options = {"max_new_tokens": 40, "temperature": temperature, "seed": 7}
-    outputs = model.generate(PROMPTS, nodes=nodes, drafter=drafter, **options)
+def test_dynamic_trees_change_nothing_but_the_number_of_steps(model, plain, temperature, drafter):
+    options = {"max_new_tokens": 24, "temperature": temperature, "seed": 7}
+    outputs = model.generate(PROMPTS, nodes=64, drafter=drafter, **options)
     assert [o.tokens for o in outputs] == [o.tokens for o in plain[temperature]]
+    assert all(o.tokens_per_step == 1 for o in plain[temperature])
+    for output in outputs:  # each pass adds a token of the base, but for one that is cut at the limit
+        assert sum(output.drafted) == len(output.tokens) - output.steps + output.drafted[-1]
 
 
 def test_plain_greedy_is_transformers_greedy(model, base):
     ids = base.tokenizer(PROMPTS[0], return_tensors="pt").input_ids
     expected = base.model.generate(ids, max_new_tokens=30, do_sample=False)[0, ids.shape[1] :].tolist()
     assert model.generate(PROMPTS[0], max_new_tokens=30).tokens == expected
-
-
-def test_steps_and_drafted_tokens_add_up(model):
-    plain = model.generate(PROMPTS, max_new_tokens=40, nodes=1)
-    drafted = model.generate(PROMPTS, max_new_tokens=40, nodes=64, drafter="heads")
-    assert all(o.tokens_per_step == 1 for o in plain)
-    assert sum(sum(o.drafted) for o in drafted) == sum(len(o.tokens) - o.steps for o in drafted)
 
 
 def test_prompt_lookup_saves_steps_without_any_heads(base):
@@ -65,7 +60,7 @@ def test_prompt_lookup_saves_steps_without_any_heads(base):
 
 def test_typical_acceptance_takes_more_and_says_what_it_is(base, make_heads):
     model = MedusaModel(base, make_heads())
-    options = {"max_new_tokens": 60, "temperature": 1.0, "seed": 0, "nodes": 16}
+    options = {"max_new_tokens": 40, "temperature": 1.0, "seed": 0, "nodes": 16}
     lossless = model.generate("x = ", **options)
     generous = model.generate("x = ", acceptance="typical", epsilon=1e-6, delta=1e-6, **options)
     assert generous.steps < lossless.steps
@@ -176,14 +171,15 @@ def test_missing_bases_are_named(tmp_path, model):
         MedusaModel.from_pretrained(None, base=tmp_path / "empty")
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e4])
 @pytest.mark.parametrize(
-    ("architecture", "weight"),
+    ("architecture", "weight", "value"),
     [
-        ("medusa", lambda heads: heads.weight[0, 1]),
-        ("markov", lambda heads: heads.up[1]),
-        ("hydra", lambda heads: heads.blocks[1][0].outer.weight),
-        ("recurrent", lambda heads: heads.blocks[0].outer.weight),
+        ("medusa", lambda heads: heads.weight[0, 1], math.nan),
+        ("medusa", lambda heads: heads.weight[0, 1], 1e4),
+        ("markov", lambda heads: heads.up[1], math.inf),
+        ("hydra", lambda heads: heads.blocks[1][0].outer.weight, 1e4),
+        ("recurrent", lambda heads: heads.blocks[0].outer.weight, math.nan),
+        ("recurrent", lambda heads: heads.blocks[0].outer.weight, math.inf),
     ],
 )
 def test_heads_that_overflow_change_speed_and_never_text(base, make_heads, plain, value, architecture, weight):
@@ -194,13 +190,13 @@ def test_heads_that_overflow_change_speed_and_never_text(base, make_heads, plain
         drafter = HeadsDrafter(heads, base, nodes, host_decides=unlikely_left_out)
         outputs = model.generate(PROMPTS, max_new_tokens=10, drafter=drafter)
         assert [o.tokens for o in outputs] == [o.tokens[:10] for o in plain[0.0]]
-    outputs = model.generate(PROMPTS, max_new_tokens=40)
+    outputs = model.generate(PROMPTS, max_new_tokens=24)
     assert [o.tokens for o in outputs] == [o.tokens for o in plain[0.0]]
     assert not any(math.isnan(o.tokens_per_step) for o in outputs)
 
 
 def test_without_a_seed_each_text_is_another_one_and_says_its_seed(model):
-    options = {"max_new_tokens": 20, "temperature": 1.0}
+    options = {"max_new_tokens": 10, "temperature": 1.0}
     outputs = model.generate(["x = "] * 3, **options)
     assert len({tuple(output.tokens) for output in outputs}) == 3
     for output in outputs:

@@ -12,8 +12,10 @@ from tests.medusa.test_conformance import tiny  # noqa: E402
 from tests.medusa.test_native import FUSED, rows_of  # noqa: E402
 
 GPU = torch.cuda.is_available()
-LENGTHS = (40, 3) if GPU else (7, 3)
+LENGTHS = (40, 3) if GPU else (4, 2)
 pytestmark = pytest.mark.skipif(not GPU and not triton.knobs.runtime.interpret, reason="there is no GPU")
+ROUNDED = FUSED if GPU else ("granite", "qwen2", "qwen3")
+"""The interpreter takes half a minute for one: scaled residuals, biases, norms of queries and keys."""
 HALVES = [
     torch.float16,
     pytest.param(torch.bfloat16, marks=pytest.mark.skipif(not GPU, reason="its products are wrong")),
@@ -34,7 +36,7 @@ def test_it_computes_what_the_family_computes(family):
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-@pytest.mark.parametrize("family", FUSED)
+@pytest.mark.parametrize("family", ROUNDED)
 @torch.inference_mode()
 def test_it_rounds_where_the_family_rounds(family, dtype):
     """As near to the family's own pass in 16 bits as that one is to its pass in float32."""
@@ -59,8 +61,8 @@ def test_weights_are_joined_once_and_stay_the_model_s(family):
 
 def test_only_the_usual_block_is_taken(caplog):
     with caplog.at_level("INFO", "medusa.loading.self_test"):
-        assert fuse(choose_decoding(small("llama"))).fused
-        assert not fuse(choose_decoding(small("gpt2"))).fused
+        assert fuse(small("llama")).fused
+        assert not fuse(small("gpt2")).fused
     assert "the decoder (GPT2Model) has h, ln_f, wpe, wte" in caplog.text
     base = small("llama")
     base.model.model.layers[2].mlp.down_proj.weight.data = base.model.model.layers[2].mlp.down_proj.weight.data.double()

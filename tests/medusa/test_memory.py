@@ -6,8 +6,17 @@ import pytest
 import torch
 
 
+@pytest.fixture(autouse=True)
+def objects_of_before(model):
+    """Do not look through the million objects of libraries each time."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 def live_tensor_bytes():
-    """Bytes of all storages that a tensor in Python holds, each counted once."""
+    """Bytes of all storages that a new tensor in Python holds, each counted once."""
     gc.collect()
     storages = {}
     for thing in gc.get_objects():
@@ -30,8 +39,8 @@ def test_a_tree_size_tried_late_keeps_no_text(model, drafter):
 @pytest.mark.parametrize("drafter", ["hybrid", "prompt-lookup", None])
 def test_live_tensors_do_not_grow_with_completions(model, drafter):
     found = []
-    for number in range(30):
+    for number in range(12):
         model.generate([[5, 6, 7], [8, 9]], max_new_tokens=60, drafter=drafter, seed=[number, number + 1])
-        if number in (9, 29):
+        if number in (3, 11):
             found.append(live_tensor_bytes())
-    assert abs(found[1] - found[0]) < 4000
+    assert abs(found[1] - found[0]) < 1600

@@ -20,7 +20,7 @@ from tests.medusa.test_conformance import config_of
 
 FAMILIES = ("llama", "gpt2", "opt", "qwen3")
 PROMPTS = [[5, 6, 7], [9, 8, 3, 12, 40, 9, 8], [11] * 20, [4]]
-ANSWER = {"max_new_tokens": 24, "ignore_eos": True}
+ANSWER = {"max_new_tokens": 16, "ignore_eos": True}
 
 
 def words(size=50):
@@ -44,14 +44,20 @@ def pair(family, noise=0.02):
     return tiny(family), tiny(family, noise=noise)
 
 
+GREEDY, SAMPLED = {}, {"temperature": 0.8, "top_k": 20, "top_p": 0.9}
+
+
 @pytest.mark.parametrize(
-    ("family", "name"),
+    ("family", "name", "sampling"),
     [
-        *((family, name) for family in FAMILIES for name in ("draft-model", "early-exit")),
-        *(("llama", name) for name in ("draft-model+prompt-lookup", "draft-model+early-exit")),
+        ("llama", "draft-model", GREEDY), ("llama", "early-exit", SAMPLED),
+        ("gpt2", "draft-model", SAMPLED), ("gpt2", "early-exit", GREEDY),
+        ("opt", "draft-model", GREEDY), ("opt", "early-exit", SAMPLED),
+        ("qwen3", "draft-model", SAMPLED), ("qwen3", "early-exit", GREEDY),
+        ("llama", "draft-model+prompt-lookup", SAMPLED), ("llama", "draft-model+early-exit", GREEDY),
     ],
-)
-@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "top_k": 20, "top_p": 0.9}], ids=["greedy", "sampled"])
+    ids=lambda value: value if isinstance(value, str) else "sampled" if value else "greedy",
+)  # fmt: skip
 def test_texts_are_the_bases_own(family, name, sampling):
     base, small = pair(family)
     model, options = MedusaModel(base, draft_model=small), ANSWER | sampling
@@ -112,10 +118,10 @@ def test_a_model_that_is_the_base_is_always_right():
         noise = Warper(0.9, top_p=0.95) if options else NO_NOISE
         drafter = ModelDrafter(SmallModel(twin), base.vocab_size, 5, 0.1, host_decides=False, noise=noise)
         outputs = MedusaModel(base).generate(PROMPTS, drafter=drafter, **ANSWER | options)
-        assert [output.steps for output in outputs] == [6] * 4, "the same noise, the same draws"
+        assert [output.steps for output in outputs] == [4] * 4, "the same noise, the same draws"
     drawn = {"temperature": 0.9, "top_k": 9, "seed": 3, "acceptance": "speculative", "nodes": 5}
     model = MedusaModel(base, draft_model=twin)
-    assert model.generate([5, 6, 7], drafter="draft-model", **ANSWER | drawn).steps == 6, "p / q is 1"
+    assert model.generate([5, 6, 7], drafter="draft-model", **ANSWER | drawn).steps == 4, "p / q is 1"
 
 
 @torch.inference_mode()
@@ -188,11 +194,11 @@ def test_early_exit_finds_its_layer(caplog):
         layer.mlp.down_proj.weight.data.zero_()
     model = MedusaModel(base)
     with caplog.at_level(logging.INFO, "medusa.drafters.early_exit"):
-        output = model.generate([3, 4, 5], max_new_tokens=FEWEST + 40, drafter="early-exit", nodes=5, ignore_eos=True)
-    plain = model.generate([3, 4, 5], max_new_tokens=FEWEST + 40, nodes=1, ignore_eos=True)
+        output = model.generate([3, 4, 5], max_new_tokens=FEWEST + 20, drafter="early-exit", nodes=5, ignore_eos=True)
+    plain = model.generate([3, 4, 5], max_new_tokens=FEWEST + 20, nodes=1, ignore_eos=True)
     assert output.tokens == plain.tokens
     assert "early exit after layer 4 of 8: right for 100 % of" in caplog.text
-    assert output.steps <= FEWEST + 40 / 2
+    assert output.steps <= FEWEST + 20 / 2
 
 
 def test_a_given_exit_and_a_wrong_one():
@@ -246,7 +252,7 @@ def test_the_default_where_there_is_a_draft_model():
     assert output.steps < plain.steps
 
 
-@pytest.mark.parametrize("nodes", [2, 3, 4])
+@pytest.mark.parametrize("nodes", [2, 4])
 def test_few_nodes_go_to_the_drafters_that_know_most(nodes):
     base, small = pair("llama")
     model = MedusaModel(base, graph=StepGraphs(base, Recorder()), draft_model=small)
@@ -261,17 +267,17 @@ NAMES = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 8))])
+@pytest.mark.parametrize("seed", range(4))
 def test_rows_that_come_and_go_with_any_drafters_keep_their_texts(seed):
     chance = random.Random(seed)
     base, small = pair(FAMILIES[seed % 4])
     model = MedusaModel(base, draft_model=small, graph=StepGraphs(base, Recorder()) if seed % 3 == 0 else None)
-    batch, rows = model.batch(), []
+    batch, plain, rows = model.batch(), MedusaModel(base), []
     for _ in range(30):
         action = chance.random()
         if action < 0.35:
             prompt = [chance.randrange(1, 50) for _ in range(chance.randint(1, 40))]
-            new, temperature = chance.randint(1, 30), chance.choice([0.0, 0.9])
+            new, temperature = chance.randint(1, 20), chance.choice([0.0, 0.9])
             params = SamplingParams(max_new_tokens=new, ignore_eos=True, temperature=temperature, seed=seed)
             wanted = Speculation(drafter=chance.choice(NAMES), nodes=chance.choice([None, 2, 5, 9]))
             rows.append((prompt, params, batch.add(prompt, params, wanted)))
@@ -282,7 +288,7 @@ def test_rows_that_come_and_go_with_any_drafters_keep_their_texts(seed):
     while len(batch):
         batch.step()
     for prompt, params, completion in rows:
-        expected = model.generate(prompt, sampling=params, speculation=Speculation(nodes=1)).tokens
+        expected = plain.generate(prompt, sampling=params, speculation=Speculation(nodes=1)).tokens
         found = completion.output
         assert found.tokens == expected[: len(found.tokens)]
         assert found.finish_reason == "abort" or len(found.tokens) == len(expected)

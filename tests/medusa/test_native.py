@@ -17,12 +17,12 @@ from medusa.cache import CachedSequence
 from medusa.cpu import build, native
 from medusa.cpu.native import NativeLinear, available, keep_rows, use_kernels
 from medusa.cpu.selection import argmax, draw, gumbel
-from medusa.loading.self_test import choose_decoding, fuse
+from medusa.loading.self_test import fuse
 from medusa.noise import gumbel_noise, gumbel_of, keys
 from medusa.state import DecodeState
 from medusa.tree import Draft, Tree
 from tests.medusa.passes import prefill, verify
-from tests.medusa.test_conformance import FAMILIES, tiny
+from tests.medusa.test_conformance import FAMILIES, FUSED, tiny
 
 pytestmark = pytest.mark.skipif(not available(), reason="there is no C++ compiler here")
 
@@ -30,8 +30,8 @@ BF16, F16, SINGLE = torch.bfloat16, torch.float16, torch.float32
 HALVES = [pytest.param(BF16, id="bfloat16"), pytest.param(F16, id="float16")]
 DTYPES = [*HALVES, pytest.param(SINGLE, id="float32")]
 ACCURACY = {BF16: 2**-8, F16: 2**-11, SINGLE: 1e-5}
-FUSED = ("granite", "llama", "mistral", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3")
 SHAPES = [(576, 1536), (320, 1280), (37, 100), (5, 33), (1, 7), (2048, 1024)]
+BIASES = [True, False] * 3
 
 
 def layer(shape, dtype, bias=False):
@@ -40,8 +40,7 @@ def layer(shape, dtype, bias=False):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("shape", "bias"), list(zip(SHAPES, BIASES, strict=True)), ids=str)
 def test_a_linear_layer_is_computed(shape, bias, dtype):
     plain = layer(shape, dtype, bias)
     for rows in [(), (1,), (2, 3), (29,), (200,)]:
@@ -100,7 +99,8 @@ def drawn(logits, warper, seed=7):
 def test_tokens_are_those_that_filters_and_noise_choose(columns):
     logits = torch.randn(1, 8, columns, generator=torch.Generator().manual_seed(0)) * 2
     logits[:, 1, 1:] = -torch.inf
-    for warper in itertools.starmap(Warper, itertools.product((0.2, 0.8, 1.5), (0, 1, 5), (1, 0.9, 0.05), (0, 0.1))):
+    filters = list(itertools.product((0.2, 0.8, 1.5), (0, 1, 5), (1, 0.9, 0.05), (0, 0.1)))
+    for warper in itertools.starmap(Warper, filters[:: 1 if columns <= 1000 else 5]):
         ours, reference = drawn(logits, warper)
         assert torch.equal(ours, reference), warper
 
@@ -212,8 +212,7 @@ def test_a_fused_pass_computes_what_the_family_computes(family):
     torch.testing.assert_close(rows_of(base.with_fused_pass()), rows_of(base), atol=2e-4, rtol=2e-4)
 
 
-@pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("family", FUSED)
+@pytest.mark.parametrize(("family", "dtype"), list(zip(FUSED, [BF16, F16] * 4, strict=True)), ids=str)
 @torch.inference_mode()
 def test_it_rounds_where_the_family_rounds(family, dtype):
     """As near to the family's own pass in 16 bits as that one is to its pass in float32."""
@@ -232,7 +231,7 @@ def test_many_rows_pass_in_slabs():
     torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=2e-4)
 
 
-@pytest.mark.parametrize("family", FUSED)
+@pytest.mark.parametrize("family", ["mistral", "qwen3"])
 @torch.inference_mode()
 def test_what_fills_up_smaller_trees_is_not_computed(family):
     """Trees of several sizes beside each other, and each of them alone: the same bits."""
@@ -262,11 +261,9 @@ def test_sizes_that_fill_no_vector(monkeypatch):
     torch.testing.assert_close(rows_of(base.with_fused_pass()), rows_of(base), atol=2e-4, rtol=2e-4)
 
 
-def test_loading_fuses_the_usual_block_and_nothing_else(caplog):
-    for family in FAMILIES:
-        base = choose_decoding(tiny(family, "exact")[0])
-        with caplog.at_level(logging.INFO, logger="medusa"):
-            assert fuse(base).fused == (family in FUSED)
+def test_other_blocks_than_the_usual_one_are_left_to_transformers(caplog):
+    with caplog.at_level(logging.INFO, logger="medusa"):
+        assert not any(fuse(tiny(family, "exact")[0]).fused for family in ("gpt2", "ernie4_5"))
     assert "base (gpt2) runs as transformers does: the decoder (GPT2Model) has h, ln_f, wpe, wte" in caplog.text
     turns_pairs = "base (ernie4_5) runs as transformers does, since in our kernels its logits differ"
     assert turns_pairs in caplog.text
@@ -292,8 +289,8 @@ def test_without_a_compiler_bases_run_as_transformers_does(monkeypatch, caplog):
     monkeypatch.setattr("medusa.cpu.native.kernels", missing)
     try:
         assert use_kernels(nn.Sequential(nn.Linear(8, 8))) == 0
-        assert not fuse(choose_decoding(tiny("llama")[0])).fused
-        assert not fuse(base).fused
+        for one in (tiny("llama")[0], base):
+            assert not fuse(one).fused
     finally:
         available.cache_clear()
     assert "no C++ kernels on this CPU, decoding is slower: no C++ compiler" in caplog.text

@@ -38,9 +38,10 @@ SHAPES = pytest.mark.parametrize(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("temperature", [0.0, 0.7], ids=["greedy", "sampled"])
 @SHAPES
-@pytest.mark.parametrize(("part", "taps"), [(0, ()), (21, (1,))], ids=["whole", "part"])
+@pytest.mark.parametrize(
+    ("part", "taps", "temperature"), [(0, (), 0.0), (21, (1,), 0.7)], ids=["whole, greedy", "part, sampled"]
+)
 @torch.inference_mode()
 def test_a_draft_is_what_python_grows(part, taps, shape, temperature, dtype):
     base = BaseModel(tiny("llama", "exact")[0].model.to(dtype), None, "llama", "exact").tapped(taps)
@@ -50,10 +51,10 @@ def test_a_draft_is_what_python_grows(part, taps, shape, temperature, dtype):
     compare(native_drafter, in_python(native_drafter), base, dtype)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.7], ids=["greedy", "sampled"])
 @SHAPES
 @pytest.mark.parametrize(
-    ("architecture", "part", "dtype"), [("medusa", 0, SINGLE), ("hydra", 21, SINGLE), ("hydra", 0, BF16)]
+    ("architecture", "part", "dtype", "temperature"),
+    [("medusa", 0, SINGLE, 0.7), ("hydra", 21, SINGLE, 0.0), ("hydra", 0, BF16, 0.7)],
 )
 @torch.inference_mode()
 def test_a_draft_by_levels_is_what_python_grows(architecture, part, dtype, shape, temperature):
@@ -74,7 +75,7 @@ def in_python(drafter):
 
 def compare(native_drafter, drafter, base, dtype):
     """Trees of a batch, one of whose sequences may have ended."""
-    for seed in range(8):
+    for seed in range(5):
         torch.manual_seed(seed)
         state = decode_state([[3, 4, 5], [6, 7], [8, 9, 1]], base, torch.tensor([seed, 5, 7 * seed]))
         state = dataclasses.replace(state, hidden=torch.randn(3, base.feature_size).to(dtype))

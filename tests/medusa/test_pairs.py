@@ -77,14 +77,17 @@ def test_heads_and_models_draft_and_the_text_is_transformers_own(pair, texts, ar
     base, small = pair
     heads = heads_for(base, architecture, **options)
     model = MedusaModel(base, heads, draft_model=small)
-    for drafter in ("heads", "draft-model", "draft-model+heads", "early-exit"):
+    for drafter in ("heads", "draft-model+heads"):
         outputs = model.generate(PROMPTS, max_new_tokens=NEW, ignore_eos=True, drafter=drafter, nodes=7)
         assert [output.tokens for output in outputs] == texts
 
 
-def test_one_surviving_token_is_greedy_under_rejection_too(pair, texts):
+@pytest.mark.parametrize(
+    "options", [{"drafter": "draft-model"}, {"drafter": "early-exit"}, {"top_k": 1} | DRAWN], ids=str
+)
+def test_models_alone_draft_and_one_surviving_token_is_greedy_under_rejection_too(pair, texts, options):
     model = MedusaModel(pair[0], draft_model=pair[1])
-    outputs = model.generate(PROMPTS, max_new_tokens=NEW, ignore_eos=True, nodes=5, top_k=1, **DRAWN)
+    outputs = model.generate(PROMPTS, max_new_tokens=NEW, ignore_eos=True, nodes=5, **options)
     assert [output.tokens for output in outputs] == texts
 
 

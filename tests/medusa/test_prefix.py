@@ -42,7 +42,7 @@ def whole(tokens):
 
 @pytest.mark.parametrize("options", OPTIONS)
 def test_a_second_turn_computes_only_what_is_new(model, base, encode, options):
-    prefix, options = Prefix(), {"max_new_tokens": 40, "ignore_eos": True} | options
+    prefix, options = Prefix(), {"max_new_tokens": 24, "ignore_eos": True} | options
     prompt = encode(PROMPT)
     first = model.generate(prompt, prefix=prefix, **options)
     follow_up = [*prompt, *first.tokens, *encode(" and then?")]
@@ -66,9 +66,9 @@ def test_a_refused_request_leaves_what_there_is_to_the_next(model, encode):
 @pytest.mark.parametrize("options", OPTIONS)
 def test_edited_prompts_get_the_answers_of_an_empty_cache(model, encode, options):
     """Shorter, longer, the same, one token, changed in the middle: whatever the texts before were."""
-    chance, prefix, options = random.Random(0), Prefix(), {"max_new_tokens": 12} | options
+    chance, prefix, options = random.Random(0), Prefix(), {"max_new_tokens": 8} | options
     prompt, texts, reused = encode(PROMPT), [], 0
-    for turn in range(10):
+    for turn in range(7):
         output = model.generate(prompt, prefix=prefix, **options)
         assert output.tokens == model.generate(prompt, **options).tokens, turn
         shared = [n for text in texts for n in range(min(len(text), len(prompt))) if text[:n] == prompt[:n]]
@@ -93,7 +93,7 @@ def test_a_stopped_stream_leaves_what_is_right(model, encode):
 @pytest.mark.parametrize("nodes", [1, 16])
 def test_an_interruption_anywhere_changes_no_later_answer(model, encode, monkeypatch, nodes):
     """Ctrl-C between any two layers, in the prefill and in a step; no block is lost by it."""
-    prompt, options = encode(PROMPT), {"max_new_tokens": 16, "nodes": nodes}
+    prompt, options = encode(PROMPT), {"max_new_tokens": 10, "nodes": nodes}
     expected = [model.generate(text, prefix=Prefix(), **options).tokens for text in (prompt, [*prompt, *encode("?")])]
     update, calls, last, interrupted = PassLayer.update, 0, 0, 0
 
@@ -105,7 +105,7 @@ def test_an_interruption_anywhere_changes_no_later_answer(model, encode, monkeyp
         return update(*arguments, **others)
 
     monkeypatch.setattr(PassLayer, "update", working)
-    for count in range(1, 16, 2):
+    for count in range(1, 16, 3):
         prefix, calls, last = Prefix(), 0, count
         try:
             model.generate(prompt, prefix=prefix, **options)
@@ -122,12 +122,12 @@ def test_answers_at_the_same_time_share_what_was_there(model, encode):
     prefix, prompt = Prefix(), encode(PROMPT)
     model.generate(prompt, prefix=prefix, max_new_tokens=20)
     texts = [prompt, [*prompt, *encode("?")]]
-    streams = [model.stream(text, prefix=prefix, max_new_tokens=40) for text in texts]
+    streams = [model.stream(text, prefix=prefix, max_new_tokens=20) for text in texts]
     pieces = [iter(stream) for stream in streams]
     for _ in zip_longest(*pieces):
         pass
     for stream, text in zip(streams, texts, strict=True):
-        assert stream.output.tokens == model.generate(text, max_new_tokens=40).tokens
+        assert stream.output.tokens == model.generate(text, max_new_tokens=20).tokens
     assert [stream.output.cached_tokens for stream in streams] == [whole(len(prompt) - 1)] * 2
 
 

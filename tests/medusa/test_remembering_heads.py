@@ -13,8 +13,8 @@ from medusa.engine.config import EngineConfig
 from medusa.formats import load_heads
 from medusa.heads.layer import LayerConfig
 from medusa.tree import Tree
-from tests.medusa.remembering import TEXTS, Watched, recomputed, score
-from tests.medusa.test_native import BF16, DTYPES, F16, SINGLE
+from tests.medusa.remembering import TEXTS, Watched, recomputed, scores
+from tests.medusa.test_native import BF16, F16, SINGLE
 from tests.medusa.trees import by_path, paths
 
 ONE = {"feature_layers": (1,)}
@@ -26,14 +26,11 @@ OTHERS = {"norm_jointly": True, "norm_before_residual": True, "norm_heads": True
 DSPARK = {"norm_heads": True, "norm_features": False, "attention_bias": True}
 SHAPES = {
     "attention": (OWN, EAGLE_31),
-    "attention as in EAGLE-3": (OWN, EAGLE_3),
-    "attention with other norms": (OWN, OTHERS),
     "attention, a layer of features": (OWN | ONE, EAGLE_31),
     "attention, a layer of features, as in EAGLE-3": (OWN | ONE, EAGLE_3),
     "attention, a layer of features, with other norms": (OWN | ONE, OTHERS),
     "attention, a window": (OWN, {"window": 6}),
     "block": (OWN, {}),
-    "block, two layers of features": (ONE | {"num_layers": 2}, {}),
     "block, two layers with a window": (ONE | {"num_layers": 2}, {"window": 6}),
     "block behind a soft cap": (ONE, {}),
     "block, a part of the vocabulary": (ONE | PART, {}),
@@ -67,12 +64,18 @@ def make(request, base, make_heads):
 
 
 @pytest.mark.parametrize(
-    "shape", [{"nodes": 9}, {"nodes": 1, "tree": Tree.full([2, 2, 1, 1])}], ids=["dynamic", "static"]
-)
+    ("model", "shape"),
+    [
+        *((name, {"nodes": 9}) for name in SHAPES),
+        ("attention, a window", {"nodes": 1, "tree": Tree.full([2, 2, 1, 1])}),
+        ("block as in DSpark", {"nodes": 1, "tree": Tree.full([2, 2, 1, 1])}),
+    ],
+    indirect=["model"], ids=lambda value: value if isinstance(value, str) else "static" if "tree" in value else "",
+)  # fmt: skip
 def test_every_node_is_what_the_layers_say_of_text_and_path(model, base, shape):
     """In a batch of texts of several lengths, prompts in chunks: a score sums log-probabilities along the path."""
     drafter = Watched(model.heads, model.base, host_decides=False, **shape)
-    batch, params = model.batch(config=EngineConfig(chunk=3)), SamplingParams(max_new_tokens=8, ignore_eos=True)
+    batch, params = model.batch(config=EngineConfig(chunk=5)), SamplingParams(max_new_tokens=8, ignore_eos=True)
     requests = [batch.add(text, params, Speculation(drafter)) for text in TEXTS]
     while len(batch):
         batch.step()
@@ -80,8 +83,7 @@ def test_every_node_is_what_the_layers_say_of_text_and_path(model, base, shape):
     for text, draft, row in drafter.seen[::5]:
         found = by_path(draft, row)
         assert len(found) == draft.row_sizes[row] > 1
-        for path, told in found.items():
-            assert told == pytest.approx(score(model.heads, base, text, path), abs=1e-4)
+        assert found == pytest.approx(scores(model.heads, base, text, found), abs=1e-4)
     plain = model.generate(TEXTS, max_new_tokens=8, ignore_eos=True, nodes=1)
     assert [request.output.tokens for request in requests] == [output.tokens for output in plain]
 
@@ -110,8 +112,9 @@ def test_drawn_drafts_say_what_they_were_drawn_from(base, make):
     assert compared > 6
 
 
-@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.9, "top_p": 0.9}], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("drafter", ["heads", None])
+@pytest.mark.parametrize(
+    ("drafter", "sampling"), [("heads", {"temperature": 0.9, "top_p": 0.9}), (None, {})], ids=["sampled", "greedy"]
+)
 def test_texts_are_the_bases_own(base, make, sampling, drafter):
     model, options = MedusaModel(base, make(**ONE)), {"max_new_tokens": 20, "seed": [1, 2, 3], **sampling}
     plain = model.generate(TEXTS, nodes=1, **options)
@@ -200,8 +203,13 @@ def test_without_a_text_they_say_what_to_do(base, make):
 
 
 @pytest.mark.skipif(not available(), reason="there is no C++ compiler here")
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("norms", [EAGLE_3, EAGLE_31, OTHERS, {"window": 17}], ids=["3", "3.1", "others", "window"])
+@pytest.mark.parametrize(
+    ("dtype", "norms"),
+    [
+        (SINGLE, EAGLE_3), (SINGLE, EAGLE_31), (SINGLE, OTHERS), (SINGLE, {"window": 17}),
+        (BF16, EAGLE_31), (BF16, OTHERS), (F16, EAGLE_3), (F16, {"window": 17}),
+    ],
+)  # fmt: skip
 def test_attention_in_one_call_is_that_in_python(base_directory, make_heads, monkeypatch, norms, dtype):
     """Of prompts and of levels of trees, in a batch."""
     base = BaseModel.load(base_directory, dtype=dtype, device="cpu")
@@ -227,13 +235,12 @@ def test_attention_in_one_call_is_that_in_python(base_directory, make_heads, mon
     assert (1, 3 * 4) in compared and max(rows for computed, rows in compared if not computed) > 16
     if dtype == SINGLE:
         for text, draft, row in drafter.seen[::4]:
-            for path, told in by_path(draft, row).items():
-                assert told == pytest.approx(score(heads, base, text, path), abs=2e-3)
+            found = by_path(draft, row)
+            assert found == pytest.approx(scores(heads, base, text, found), abs=2e-3)
 
 
 @pytest.mark.skipif(not available(), reason="there is no C++ compiler here")
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize(("dtype", "layers"), [(SINGLE, 1), (SINGLE, 2), (BF16, 2), (F16, 1)])
 def test_blocks_in_one_call_are_those_in_python(base_directory, make_heads, layers, dtype):
     """Over texts, prompts among them, and over blocks, in a batch: the same scores of the same paths."""
     base = BaseModel.load(base_directory, dtype=dtype, device="cpu")
@@ -252,11 +259,8 @@ def test_blocks_in_one_call_are_those_in_python(base_directory, make_heads, laye
             assert seen[0][text][path] == pytest.approx(seen[1][text][path], abs=tolerance)
             compared += 1
     assert compared > 30
-    for text, scores in list(seen[0].items())[:: 4 if dtype == SINGLE else len(seen[0])]:
-        for path, told in scores.items():
-            assert told == pytest.approx(
-                score(model.heads, base, list(text), path), abs=2e-3 if dtype == SINGLE else 0.5
-            )
+    for text, found in list(seen[0].items())[:: 4 if dtype == SINGLE else len(seen[0])]:
+        assert found == pytest.approx(scores(model.heads, base, text, found), abs=2e-3 if dtype == SINGLE else 0.5)
 
 
 def test_blocks_read_the_output_layer_once(base, make_heads, monkeypatch):

@@ -14,7 +14,6 @@ from tests.medusa.test_model_drafter import pair
 from tests.medusa.test_mtp import tiny as with_layer
 
 PROMPTS = [[5, 9, 7, 5, 9, 7, 5, 9], [30, 2] * 20, [8, 8, 8, 3], [11] * 40, [8, 8, 8, 3]]
-OTHERS = ("draft-model", "early-exit", "draft-model+early-exit+prompt-lookup")
 
 
 class Watched(Drafter):
@@ -29,7 +28,7 @@ class Watched(Drafter):
         return draft
 
 
-def compared(make, name, new_tokens=70, **options):
+def compared(make, name, new_tokens, **options):
     """The steps and tokens of every text, of which real decoding and a replay have drafted the same trees.
 
     Drafters learn alike in both, from text to text.
@@ -48,36 +47,37 @@ def compared(make, name, new_tokens=70, **options):
         yield output
 
 
-@pytest.mark.parametrize("name", ["heads", "prompt-lookup", "ngram", "hybrid", "heads+ngram"])
+@pytest.mark.parametrize("name", ["prompt-lookup", "hybrid", "heads+ngram"])
 def test_steps_are_those_of_generate(base, make_heads, name):
-    found = list(compared(lambda: MedusaModel(base, make_heads()), name))
+    found = list(compared(lambda: MedusaModel(base, make_heads()), name, 40))
     assert any(output.steps < len(output.tokens) for output in found), "some guesses are right"
-    assert any(len(output.tokens) < 70 for output in found), "some texts end by themselves"
+    assert any(len(output.tokens) < 40 for output in found), "some texts end by themselves"
 
 
-@pytest.mark.parametrize("name", ["heads", "hybrid"])
-@pytest.mark.parametrize("decoding", ["tree", "chain"])
-@pytest.mark.parametrize("fixed_shapes", [False, True])
+@pytest.mark.parametrize(
+    ("name", "decoding", "fixed_shapes"),
+    [("heads", "chain", False), ("hybrid", "tree", True), ("hybrid", "chain", True)],
+)
 def test_chains_and_fixed_shapes(base, make_heads, name, decoding, fixed_shapes):
     def make():
         model = MedusaModel(base.with_traits(decoding=decoding), make_heads())
         model.drafters = Drafters(model.base, model.heads, fixed_shapes)
         return model
 
-    assert any(output.steps < len(output.tokens) for output in compared(make, name, new_tokens=30))
+    assert any(output.steps < len(output.tokens) for output in compared(make, name, 30))
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("name", ["draft-model", "draft-model+early-exit+prompt-lookup"])
 def test_models_that_follow_the_base_follow_the_text(name):
     base, small = pair("llama")
-    found = list(compared(lambda: MedusaModel(base, draft_model=small), name, ignore_eos=True))
+    found = list(compared(lambda: MedusaModel(base, draft_model=small), name, 20, ignore_eos=True))
     assert any(output.steps < len(output.tokens) for output in found)
 
 
-@pytest.mark.parametrize("name", ["mtp", "mtp+prompt-lookup", "mtp+early-exit"])
+@pytest.mark.parametrize("name", ["mtp", "mtp+early-exit"])
 def test_a_layer_of_the_base_sees_what_was_committed(name):
     base, _ = with_layer("glm4_moe")
-    assert len(list(compared(lambda: MedusaModel(base), name, new_tokens=20, ignore_eos=True))) == len(PROMPTS)
+    assert len(list(compared(lambda: MedusaModel(base), name, 20, ignore_eos=True))) == len(PROMPTS)
 
 
 @pytest.mark.parametrize(

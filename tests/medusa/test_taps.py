@@ -199,9 +199,10 @@ def test_hidden_states_of_other_layers_are_one_clear_error(architecture, layers,
 def test_no_text_depends_on_what_heads_read(base, make_heads, model, architecture):
     heads = make_heads(architecture=architecture, feature_layers=(1,))
     reader, right, prompts = MedusaModel(base, heads), 0, [*PROMPTS, [5]]
-    for options in ({}, {"temperature": 1.0, "seed": 7}):
+    greedy, sampled = [{"nodes": 9, "drafter": "heads"}, {"tree": Tree.full([3, 2])}], [{"nodes": 16}]
+    for options, ways in (({}, greedy), ({"temperature": 1.0, "seed": 7}, sampled)):
         expected = model.generate(prompts, max_new_tokens=24, nodes=1, **options)
-        for how in ({"nodes": 9, "drafter": "heads"}, {"nodes": 16}, {"tree": Tree.full([3, 2])}):
+        for how in ways:
             outputs = reader.generate(prompts, max_new_tokens=24, **how, **options)
             assert [o.tokens for o in outputs] == [o.tokens for o in expected]
             right += sum(sum(o.drafted) for o in outputs)

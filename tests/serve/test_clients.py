@@ -8,7 +8,7 @@ import pytest
 from medusa import BaseModel, MedusaModel
 from tests.serve.environments import run
 from tests.serve.live import serving
-from tests.serve.test_api import TOOL_TEMPLATE
+from tests.serve.test_responses import TOOL_TEMPLATE
 
 pytestmark = pytest.mark.slow
 

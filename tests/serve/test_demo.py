@@ -1,5 +1,4 @@
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -25,7 +24,7 @@ from medusa.serve.demo.progress import Progress
 from medusa.serve.demo.questions import file_questions
 from medusa.serve.demo.report import publish
 
-ROOT = Path(__file__).parents[2]
+CLONES_CACHE = Path(__file__).parents[2] / ".cache"
 PROMPTS = [[5, 6, 7], [40, 41], [9]]
 
 
@@ -159,13 +158,13 @@ def test_wrong_numbers_are_refused_at_once(words):
 
 
 @pytest.mark.slow
-def test_the_whole_demo_in_small(tmp_path):
-    numbers = "--train-prompts 64 --prompts 4 --rounds 1 --real-prompts 2".split()
-    done = subprocess.run(
-        [sys.executable, "-m", "medusa.serve.demo", "--run", str(tmp_path / "run"), *numbers],
-        cwd=ROOT, env=os.environ | {"NPROC": "1"}, capture_output=True, text=True, timeout=1800, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+def test_the_whole_demo_in_small(tmp_path, monkeypatch, capsys):
+    for name, value in (("HELDOUT_PROMPTS", 8), ("MAX_NEW_TOKENS", 48), ("REAL_NEW_TOKENS", 16)):
+        monkeypatch.setattr(demo, name, value)
+    monkeypatch.setenv("NPROC", "1")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(CLONES_CACHE))  # with the real base, once it was downloaded
+    numbers = "--train-prompts 64 --prompts 4 --rounds 1 --real-prompts 2 --real-rounds 1".split()
+    assert demo.main(["--run", str(tmp_path / "run"), *numbers]) == 0
     values = json.loads((tmp_path / "run" / "report.json").read_text())
     assert values["identical_outputs"] == {"count": 4, "total": 4, "dtype": "bfloat16", "against": "plain greedy"}
     assert values["tokens_per_step"] > 1
@@ -179,7 +178,7 @@ def test_the_whole_demo_in_small(tmp_path):
     assert (tmp_path / "run" / "report.png").is_file()
     real = values["smollm2"]
     if real is None:
-        assert "left out: base (smollm2) is not on this machine" in done.stdout
+        assert "left out: base (smollm2) is not on this machine" in capsys.readouterr().out
     else:
         assert real["identical_outputs"]["count"] == 2
         assert real["drafters"]["auto"]["tokens_per_step"] > 1

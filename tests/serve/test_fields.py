@@ -90,7 +90,7 @@ def test_what_clients_send_back_and_along_is_taken(live):
     along = {
         "modalities": ["text"], "function_call": "none", "functions": [], "store": False, "metadata": {"a": "b"},
         "prompt_cache_retention": "24h", "prompt_cache_key": "k", "service_tier": "auto", "safety_identifier": "x",
-        "tool_choice": "none", "seed": -1,
+        "tool_choice": "none", "seed": -1, "suffix": None,
     }  # fmt: skip
     answer = post(live, messages=messages, **along)
     assert answer.status_code == 200 and "x-ignored-fields" not in answer.headers
@@ -160,7 +160,10 @@ def test_keys_come_from_the_command_line_and_the_environment(monkeypatch):
         read_keys([" "])
 
 
-def test_pages_of_other_hosts_may_send_cookies(live):
+def test_pages_of_other_hosts_may_ask_and_send_cookies_where_they_are_named(live):
     headers = {"Origin": "http://elsewhere", "Access-Control-Request-Method": "POST"}
     answer = httpx.options(f"{live.url}/{CHAT}", headers=headers)
+    assert answer.headers["access-control-allow-origin"] == "http://elsewhere"
     assert answer.headers["access-control-allow-credentials"] == "true"
+    answer = httpx.options(f"{live.url}/{CHAT}", headers=headers | {"Origin": "http://evil"})
+    assert "access-control-allow-origin" not in answer.headers

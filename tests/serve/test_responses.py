@@ -1,4 +1,4 @@
-"""The Responses API and the helpers of OpenAI's own client, on a base that knows tools."""
+"""Calls of tools, the Responses API and the helpers of OpenAI's own client, on a base that knows tools."""
 
 import json
 from copy import deepcopy
@@ -10,8 +10,16 @@ from pydantic import BaseModel as Model
 
 from medusa import BaseModel, MedusaModel
 from tests.serve.live import serving
-from tests.serve.test_api import PARAMETERS, TOOL_TEMPLATE, WEATHER
+from tests.serve.test_api import ask, choices
 
+TOOL_TEMPLATE = (
+    "{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}"
+    "{% for message in messages %}{{ message['content'] }}<end>{% endfor %}"
+)
+DAYS = {"days": {"type": "integer", "minimum": 1, "maximum": 9}}
+PARAMETERS = {"type": "object", "properties": DAYS, "required": ["days"], "additionalProperties": False}
+FUNCTION = {"name": "weather", "description": "Tells the weather.", "parameters": PARAMETERS}
+WEATHER = {"type": "function", "function": FUNCTION}
 TOOL = {"type": "function", "name": "weather", "parameters": PARAMETERS}
 
 
@@ -44,8 +52,8 @@ def respond(client, **options):
     return client.responses.create(model="small", **options)
 
 
-def chat(client, messages, **options):
-    return client.chat.completions.create(model="small", messages=messages, temperature=0, max_tokens=20, **options)
+def chat(client, **options):
+    return client.chat.completions.create(**ask(**options))
 
 
 def user(text):
@@ -53,7 +61,7 @@ def user(text):
 
 
 def test_a_response_is_the_text_of_a_chat(client):
-    answer, same = respond(client), chat(client, [user("say hello")])
+    answer, same = respond(client), chat(client)
     assert answer.output_text == same.choices[0].message.content
     assert (answer.status, answer.incomplete_details.reason) == ("incomplete", "max_output_tokens")
     usage = answer.usage
@@ -61,7 +69,9 @@ def test_a_response_is_the_text_of_a_chat(client):
     told = respond(client, instructions="Be brief.", metadata={"a": "b"}, user="me")
     assert (
         told.output_text
-        == chat(client, [{"role": "system", "content": "Be brief."}, user("say hello")]).choices[0].message.content
+        == chat(client, messages=[{"role": "system", "content": "Be brief."}, user("say hello")])
+        .choices[0]
+        .message.content
     )
     assert (told.instructions, told.metadata, told.user, told.store) == ("Be brief.", {"a": "b"}, "me", False)
     assert told.error is None and told.tools == [] and told.tool_choice == "auto"
@@ -78,7 +88,7 @@ def test_a_conversation_goes_on_with_what_was_answered(client):
     messages = [user("say hello"), {"role": "assistant", "content": first.output_text, "tool_calls": [
         {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"days": 1}'}}
     ]}, {"role": "tool", "tool_call_id": "1", "content": "sunny"}, user("more")]  # fmt: skip
-    assert respond(client, input=items).output_text == chat(client, messages).choices[0].message.content
+    assert respond(client, input=items).output_text == chat(client, messages=messages).choices[0].message.content
 
 
 def test_events_of_a_text(client):
@@ -99,7 +109,7 @@ def test_events_of_a_text(client):
 def test_log_probabilities_are_told_where_they_are_asked_for(client):
     asked = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
     whole = respond(client, **asked).output[0].content[0]
-    expected = chat(client, [user("say hello")], logprobs=True, top_logprobs=2).choices[0].logprobs.content
+    expected = chat(client, logprobs=True, top_logprobs=2).choices[0].logprobs.content
     assert [each.logprob for each in whole.logprobs] == [each.logprob for each in expected]
     assert all(len(each.top_logprobs) == 2 for each in whole.logprobs)
     events = list(respond(client, stream=True, **asked))
@@ -174,3 +184,46 @@ def test_a_response_that_is_late_says_so_in_its_stream(client):
     events = list(respond(client, stream=True, max_output_tokens=200, extra_body={"timeout": 1e-3, "ignore_eos": True}))
     assert [event.type for event in events[-2:]] == ["error", "response.failed"]
     assert events[-2].code == "timeout" and events[-1].response.status == "failed"
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
+def test_a_call_that_must_be_made(client, choice):
+    options = {"tools": [WEATHER], "tool_choice": choice, "parallel_tool_calls": False}
+    answer = chat(client, **options, max_tokens=150).choices[0]
+    (call,) = answer.message.tool_calls
+    assert call.function.name == "weather" and 1 <= json.loads(call.function.arguments)["days"] <= 9
+    assert answer.finish_reason == ("tool_calls" if choice == "required" else "stop")
+    opening, begun, *growing, closing = choices(client, **options, max_tokens=150)
+    assert not any(choice.delta.content for choice in (opening, *growing))
+    (head,) = begun.delta.tool_calls
+    pieces = [piece for choice in growing for piece in choice.delta.tool_calls]
+    assert (head.function.name, head.function.arguments, head.type) == ("weather", "", "function")
+    assert len(pieces) > 1 and "".join(piece.function.arguments for piece in pieces) == call.function.arguments
+    assert {piece.index for piece in pieces} == {0}
+    assert (closing.delta.tool_calls, closing.finish_reason) == (None, answer.finish_reason)
+
+
+def test_several_calls_and_one_that_is_cut(client):
+    answer = chat(client, tools=[WEATHER], tool_choice="required", max_tokens=200, temperature=1, seed=3).choices[0]
+    *whole, _ = answer.message.tool_calls
+    assert whole and all(1 <= json.loads(call.function.arguments)["days"] <= 9 for call in whole)
+    assert answer.finish_reason == "length"
+
+
+def test_a_call_stays_possible_beside_a_format(client):
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "integer", "maximum": 99}}}
+    options = {"tools": [WEATHER], "response_format": form, "temperature": 1.5, "parallel_tool_calls": False}
+    answers = [chat(client, **options, seed=seed, max_tokens=150).choices[0].message for seed in (8, 9)]
+    called = [answer for answer in answers if answer.tool_calls]
+    assert called and len(called) < len(answers)
+    assert all(isinstance(json.loads(answer.content), int) for answer in answers if not answer.tool_calls)
+
+
+def test_a_conversation_with_calls_and_results(client):
+    call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
+    messages = [
+        {"role": "user", "content": "Weather?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "sunny"},
+    ]
+    assert chat(client, messages=messages, tools=[WEATHER]).choices[0].message.tool_calls is None

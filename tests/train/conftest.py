@@ -22,7 +22,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory, base: Path, samples: Path, 
     """Nine steps, with a checkpoint at every fourth and an evaluation at the sixth and the last."""
     sections = {
         "data": {"heldout": str(heldout)},
-        "optim": {"steps": 9, "micro_rows": 4},
+        "optim": {"steps": 9, "rows_per_step": 4},
         "evaluate": {"prompts": 2, "max_new_tokens": 8, "nodes": 4, "every_steps": 6},
         "log": {"checkpoint_steps": 4},
     }

@@ -80,32 +80,22 @@ def test_heads_that_own_a_matrix_keep_their_vocabulary(recipe: Path, tmp_path: P
     ],
 )
 def test_heads_of_another_shape_are_refused(
-    recipe: Path,
-    trained: Path,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    changed: dict[str, object],
+    recipe: Path, trained: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, changed: dict[str, object],
     message: str,
-) -> None:
+) -> None:  # fmt: skip
     assert run(recipe, tmp_path / "run", **(RECURRENT | {"heads.init_from": trained} | changed)) in (1, 2)
     assert message in caplog.text
 
 
-def test_sizes_of_tensors_are_told(recipe: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    values = {"data.heldout": "", "optim.steps": 1}
-    assert run(recipe, tmp_path / "first", **values) == 0
-    more = {"heads.num_heads": 4, "heads.init_from": tmp_path / "first/heads"}
-    assert run(recipe, tmp_path / "second", **values, **more) == 2
-    assert "has weight of (1, 3, 32, 32), and the recipe's heads of (1, 4, 32, 32)" in caplog.text
-
-
-def test_a_matrix_of_their_own_has_their_vocabulary(
+def test_sizes_of_tensors_and_of_their_own_vocabulary_are_told(
     recipe: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     values = {"data.heldout": "", "optim.steps": 1, "heads.own_lm_heads": True}
     assert run(recipe, tmp_path / "first", **values) == 0
-    other = {"heads.draft_vocab": 9, "heads.init_from": tmp_path / "first/heads"}
-    assert run(recipe, tmp_path / "second", **values, **other) == 2
+    values["heads.init_from"] = tmp_path / "first/heads"
+    assert run(recipe, tmp_path / "second", **values, **{"heads.num_heads": 4}) == 2
+    assert "has lm_heads of (3, 257, 32), and the recipe's heads of (4, 257, 32)" in caplog.text
+    assert run(recipe, tmp_path / "second", **values, **{"heads.draft_vocab": 9}) == 2
     assert "has draft_vocab_size 0, and the recipe 9" in caplog.text
 
 

@@ -1,7 +1,6 @@
 """Runs that end before they are done: signals, a full disk, lost processes and machines; and how they go on."""
 
 import os
-import random
 import signal
 import sys
 from collections.abc import Callable
@@ -85,7 +84,7 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 @pytest.fixture(scope="module")
 def long_recipe(tmp_path_factory: pytest.TempPathFactory, base: Path, samples: Path) -> Path:
-    sections = {"optim": {"steps": 150}}
+    sections = {"optim": {"steps": 50, "rows_per_step": 4}}
     return write_recipe(tmp_path_factory.mktemp("recipe") / "recipe.yaml", base, samples, sections)
 
 
@@ -102,17 +101,16 @@ def _last_step(run: Path) -> int:
 
 @linux
 @pytest.mark.slow
-def test_five_deaths_on_changing_numbers_of_processes_change_nothing(
+def test_deaths_on_changing_numbers_of_processes_change_nothing(
     uninterrupted: Path, long_recipe: Path, tmp_path: Path
 ) -> None:
-    chance = random.Random(0)
-    for life, (processes, stage) in enumerate([(2, 1), (2, 3), (1, 0), (2, 2), (1, 1)]):
-        goal = _last_step(tmp_path) + chance.randrange(4, 20)
+    for life, (processes, stage) in enumerate([(2, 3), (1, 0), (2, 2)]):
+        goal = _last_step(tmp_path) + 8 + 2 * life
         job = train(long_recipe, tmp_path, {"engine.zero_stage": stage}, processes=processes)
         until(lambda goal=goal: _last_step(tmp_path) >= goal)  # type: ignore[misc]
         children = workers(job)
         assert len(children) == processes
-        if life % 2:
+        if life:
             os.kill(job.pid if life == 1 else children[1], signal.SIGTERM)  # torchrun hands it on; the processes agree
             said = finish(job, status=143)
             assert f"stopped by SIGTERM at step {_last_step(tmp_path)}; the same" in said

@@ -68,8 +68,9 @@ def _softcapped(matrix: torch.Tensor):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("chunk_rows", [2, 5, 37, 1000])
-@pytest.mark.parametrize("output", ["linear", "softcap", "own"])
+@pytest.mark.parametrize(
+    ("chunk_rows", "output"), [(2, "linear"), (5, "own"), (5, "softcap"), (37, "own"), (1000, "linear")]
+)
 def test_equals_the_naive_loss_with_gradients(kind: str, chunk_rows: int, output: str, monkeypatch) -> None:
     monkeypatch.setitem(row_losses.BLOCK_NUMEL, "cpu", 4 * VOCABULARY)  # several blocks to a chunk
     case = Case(kind)

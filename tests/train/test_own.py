@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from io import StringIO
@@ -32,7 +33,7 @@ from medusa.train.own.training import full_recipe, write_recipe
 from medusa.train.own.trial import Answering, Single, Training, answering, training
 from medusa.train.recipe_file import read_recipe
 from medusa.train.run_directory import RunDirectory
-from tests.train.jobs import ROOT, assert_same_run, metrics, until
+from tests.train.jobs import ROOT, assert_same_run, metrics, run, until
 
 ASKED = Asked("base", 2.0, "", "")
 CHAT_TEMPLATE = "{% for m in messages %}user {{ m.content }}<end>{% endfor %}"
@@ -327,25 +328,15 @@ def test_hours_are_a_positive_number(hours: str, capsys: pytest.CaptureFixture[s
     assert f"value ({hours}) must be a number of hours above 0" in capsys.readouterr().err
 
 
-def start(base: Path, prompts: Path, out: Path) -> subprocess.Popen[str]:
-    words = ["heads", "--base", str(base), "--prompts", str(prompts), "--out", str(out), "--hours", "1"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return subprocess.Popen([sys.executable, "-m", "medusa", *words], cwd=ROOT, env=environment, **pipes)  # type: ignore[call-overload,no-any-return]
-
-
-def finish(job: subprocess.Popen[str]) -> str:
-    said, _ = job.communicate(timeout=600)
-    assert job.returncode == 0, said
-    return said
-
-
 @pytest.mark.slow
 def test_a_run_that_was_killed_ends_like_one_that_was_not_and_its_recipe_trains(
-    base_directory: Path, tmp_path: Path
+    base_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    prompts, whole, killed = prompt_file(tmp_path / "prompts.jsonl", 200), tmp_path / "whole", tmp_path / "killed"
-    said = finish(start(base_directory, prompts, whole))
+    monkeypatch.setattr(measure, "WRITE_SECONDS", 0.1)
+    prompts, whole, killed = prompt_file(tmp_path / "prompts.jsonl", 100), tmp_path / "whole", tmp_path / "killed"
+    words = ["--base", str(base_directory), "--prompts", str(prompts), "--hours", "1", "--out"]
+    assert main([*words, str(whole)]) == 0
+    said = capsys.readouterr().out
     assert "over plain" in said
     assert f"medusa chat --heads {whole / 'heads'}" in said
     assert (whole / "heads/README.md").is_file()
@@ -353,26 +344,28 @@ def test_a_run_that_was_killed_ends_like_one_that_was_not_and_its_recipe_trains(
     killed.mkdir()
     shutil.copy(whole / FILE, killed / FILE)  # what was measured, and so decided
     plan = json.loads((killed / FILE).read_text())
-    job = start(base_directory, prompts, killed)
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    job = subprocess.Popen([sys.executable, "-m", "medusa", "heads", *words, killed], cwd=ROOT, env=environment)
     part = killed / "data/train/greedy.jsonl.part"
     until(lambda: part.exists() and part.read_text().count("\n") > 3)
-    job.send_signal(signal.SIGKILL)
-    job.communicate()
+    job.kill()
+    job.wait()
     assert part.exists()
-    job = start(base_directory, prompts, killed)
-    until(lambda: len(metrics(killed)) > 3)
-    job.send_signal(signal.SIGTERM)
-    job.communicate(timeout=300)
-    assert job.returncode == 143
+
+    def stop() -> None:
+        until(lambda: len(metrics(killed)) > 3)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=stop, daemon=True).start()
+    assert main([*words, str(killed)]) == 143
     assert not (killed / "heads").exists()
-    assert f"{killed}: going on with the run" in finish(start(base_directory, prompts, killed))
+    assert main([*words, str(killed)]) == 0
+    assert f"{killed}: going on with the run" in "".join(capsys.readouterr().out.splitlines())
     for name in ("heldout.jsonl", "train/greedy.jsonl", "train/drawn.jsonl"):
         assert (killed / "data" / name).read_bytes() == (whole / "data" / name).read_bytes()
     assert_same_run(killed, whole, tolerance=1e-5)
 
     recipe = yaml.safe_load((whole / "recipe.yaml").read_text())
     assert recipe["optim"]["epochs"] == plan["recipe"]["optim.epochs"]
-    words = [sys.executable, "-m", "medusa", "train", "--recipe", str(whole / "recipe.yaml")]
-    again = subprocess.run([*words, "--recipe.run", str(tmp_path / "again")], cwd=ROOT, check=False)
-    assert again.returncode == 0
+    assert run(whole / "recipe.yaml", tmp_path / "again") == 0
     assert_same_run(tmp_path / "again", whole, tolerance=1e-5)

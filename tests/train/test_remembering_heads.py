@@ -57,7 +57,7 @@ def heads(request: pytest.FixtureRequest, frozen: BaseModel) -> DraftHeads:
 def sample(length: int, seed: int) -> Sample:
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(1, 90, (length,), generator=generator, dtype=torch.int32)
-    return Sample(ids, torch.arange(length) >= length // 2)
+    return Sample(ids, torch.arange(length) >= max(length // 2, length - 16))
 
 
 @torch.no_grad()
@@ -78,7 +78,7 @@ def test_trained_logits_are_those_of_a_draft_along_the_text(frozen: BaseModel, h
                 end = int(positions.places[number]) + 2
                 torch.testing.assert_close(row, recomputed(heads, frozen, text[:end], text[end : end + head]))
                 compared += 1
-    assert compared == HEADS * (40 + 6)
+    assert compared == HEADS * (16 + 6)
 
 
 def test_documents_are_computed_together_as_alone(
@@ -148,17 +148,15 @@ def test_a_block_sees_nothing_behind_its_root(frozen: BaseModel, heads: DraftHea
 @pytest.mark.parametrize(
     ("kind", "way", "killed"),
     [
-        ("attention", {}, False), ("attention", {"lora.rank": 2}, False),
-        ("attention", {"cache.mode": "hybrid", "optim.mix_steps": 4}, True),
-        ("block", {}, False), ("block", {"cache.mode": "hybrid", "heads.own_lm_heads": True}, False),
-        ("block", {"lora.rank": 2, "heads.mask_token": 3}, True),
+        ("attention", {"lora.rank": 2}, False), ("attention", {"cache.mode": "hybrid", "optim.mix_steps": 3}, True),
+        ("block", {"heads.own_lm_heads": True}, False), ("block", {"lora.rank": 2, "heads.mask_token": 3}, True),
     ],
     ids=str,
 )  # fmt: skip
 def test_they_learn_and_a_killed_run_ends_as_another(
     recipe: Path, tmp_path: Path, interrupted_at: Acting, kind: str, way: dict[str, object], killed: bool
 ) -> None:
-    values = RECIPES[kind] | {"optim.steps": 12, "evaluate.every_steps": 0} | way
+    values = RECIPES[kind] | {"optim.lr": 0.03, "optim.micro_rows": 4, "evaluate.every_steps": 0} | way
     assert run(recipe, tmp_path / "whole", **values) == 0
     if killed:
         with interrupted_at(6):

@@ -37,8 +37,9 @@ def test_an_answer_tells_its_tokens(server):
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("size", [1, 7, 11, 10_000])
-@pytest.mark.parametrize("line_end", [b"\n", b"\r\n"])
+@pytest.mark.parametrize(
+    ("size", "line_end"), [(1, b"\n"), (1, b"\r\n"), (11, b"\r\n"), (10_000, b"\n"), (10_000, b"\r\n")]
+)
 def test_pieces_of_the_body_may_break_anywhere(server, size, line_end):
     def pieces(request):
         whole = b"".join(events(request)).replace(b"\n", line_end)

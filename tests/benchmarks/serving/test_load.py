@@ -1,6 +1,7 @@
 """The closed loop: how many ask at a time, what is counted, when it ends."""
 
 import asyncio
+import re
 import time
 
 import pytest
@@ -74,9 +75,9 @@ def test_a_server_that_fails_always_is_no_figure(server):
     server.reply = lambda _: (404, "no such model")
     with pytest.raises(ExceptionGroup) as caught:
         level(server, 3, seconds=5)
-    assert "failed all of the first 3 requests, the last with: status 404: no such model" in str(
-        caught.value.exceptions[0]
-    )
+    # Its three clients ask at the same time, so others may have failed too when the third failure is seen.
+    told = r"failed all of the first [3-9] requests, the last with: status 404: no such model"
+    assert re.search(told, str(caught.value.exceptions[0]))
 
 
 def test_a_level_needs_an_end(server):
