@@ -10,7 +10,7 @@ from medusa.acceptance.logits import Warper
 from medusa.acceptance.path import Rule, Verdict
 from medusa.acceptance.rejection import first_accepted, rejection_chances
 from medusa.cpu import native, selection
-from medusa.noise import CHANCE, gumbel_noise, keys, uniform_noise
+from medusa.noise import CHANCE, gumbel_noise, uniform_noise
 from medusa.state import DecodeState
 from medusa.tree import Draft
 
@@ -92,7 +92,8 @@ def _draw(draft: Draft, logits_BNV: Tensor, state: DecodeState, warper: Warper) 
     same path, separate draws would favour the deeper of two continuations.
     """
     if native.reads(logits_BNV):
-        return selection.draw(logits_BNV, keys(state.seeds, state.positions[:, None] + 1 + draft.depths), *warper)
+        keys_BN = selection.keys(state.seeds, state.positions[:, None] + 1 + draft.depths)
+        return selection.draw(logits_BNV, keys_BN, *warper)
     ahead_A = torch.arange(1, draft.depth + 2, device=logits_BNV.device)
     noise_BAV = gumbel_noise(state.seeds, state.positions[:, None] + ahead_A, logits_BNV.shape[-1])
     batch_B1 = torch.arange(len(logits_BNV), device=logits_BNV.device)[:, None]

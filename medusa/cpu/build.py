@@ -31,7 +31,7 @@ COMPILERS = ("g++", "clang++", "c++")
 EXTRA_FLAGS = "MEDUSA_CXXFLAGS"
 """Environment variable with more flags for the compiler. If it is set, kernels are always built, even with a wheel.
 Example: "-march=x86-64-v3" excludes instructions beyond AVX2."""
-FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-fPIC", "-w")
+FLAGS = ("-std=c++17", "-O2", "-ffp-contract=off", "-fPIC", "-w")
 TIMEOUT = 600
 """Time limit of the compiler in seconds; a fast machine needs ten."""
 

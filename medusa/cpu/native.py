@@ -83,6 +83,7 @@ def kernels() -> ctypes.CDLL:
         "accept": [pointer],
         "depths": [number, number, pointer, pointer],
         "gumbel": [number, pointer, number, pointer, pointer],
+        "keys": [number, number, pointer, pointer, number, pointer],
     }
     for name, types in arguments.items():
         declare(getattr(library, f"medusa_{name}"), types)

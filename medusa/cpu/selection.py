@@ -5,8 +5,8 @@ import ctypes
 import torch
 from torch import Tensor
 
+from medusa import noise
 from medusa.cpu.native import kernels, number_type, reads, reads_indices
-from medusa.noise import gumbel_of
 
 
 class _Drawing(ctypes.Structure):
@@ -67,10 +67,20 @@ def draw(logits: Tensor, keys: Tensor, temperature: float, top_k: int, top_p: fl
     return out
 
 
+def keys(seeds_B: Tensor, positions_BN: Tensor) -> Tensor:
+    """``medusa.noise.keys`` of the base's own draws; in torch they take longer than the draws themselves."""
+    if not reads_indices(seeds_B, positions_BN):
+        return noise.keys(seeds_B, positions_BN)
+    seeds, positions = seeds_B.contiguous(), positions_BN.contiguous()
+    out = torch.empty_like(positions)
+    kernels().medusa_keys(*positions.shape, seeds.data_ptr(), positions.data_ptr(), noise.TEXT, out.data_ptr())
+    return out
+
+
 def gumbel(keys: Tensor, tokens: Tensor) -> Tensor:
     """Noise [B, V] float32 for keys [B] and token ids [V]; equals ``medusa.noise.gumbel_of`` up to the last bits."""
     if not reads_indices(keys, tokens):
-        return gumbel_of(keys[:, None], tokens)
+        return noise.gumbel_of(keys[:, None], tokens)
     keys, tokens, out = keys.contiguous(), tokens.contiguous(), torch.empty(len(keys), len(tokens))
     kernels().medusa_gumbel(len(keys), keys.data_ptr(), len(tokens), tokens.data_ptr(), out.data_ptr())
     return out

@@ -11,11 +11,10 @@ from medusa.cache import Cached
 from medusa.cpu import native
 from medusa.cpu.growth import Grown, Growth, NativeGrowth
 from medusa.cpu.recurrent import RecurrentDrafts
-from medusa.cpu.selection import gumbel
+from medusa.cpu.selection import gumbel, keys
 from medusa.drafters.base import Drafter
 from medusa.drafters.merge import EDGE_COST
 from medusa.heads import DraftHeads, HeadsConfig, Vocabulary
-from medusa.noise import keys
 from medusa.state import DecodeState
 from medusa.tree import Draft, Tree, ragged
 

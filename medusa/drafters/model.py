@@ -18,11 +18,11 @@ from torch.nn.functional import pad
 
 from medusa.acceptance.logits import NO_NOISE, Warper, widened
 from medusa.cache import Cached, provisional
-from medusa.cpu.selection import gumbel
+from medusa.cpu.selection import gumbel, keys
 from medusa.drafters.base import Drafter
 from medusa.drafters.merge import FLOOR, Node, best, build
 from medusa.drafters.writers import Sequences, Writer
-from medusa.noise import DRAFT, gumbel_noise, keys
+from medusa.noise import DRAFT, gumbel_noise
 from medusa.state import DecodeState
 from medusa.tree import Draft
 

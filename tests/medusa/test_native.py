@@ -14,7 +14,7 @@ from medusa.acceptance.logits import Warper
 from medusa.attention.contract import BlockTable
 from medusa.base.usual_block import UnusualBlockError
 from medusa.cache import CachedSequence
-from medusa.cpu import build, native
+from medusa.cpu import build, native, selection
 from medusa.cpu.native import NativeLinear, available, keep_rows, use_kernels
 from medusa.cpu.selection import argmax, draw, gumbel
 from medusa.loading.self_test import fuse
@@ -126,6 +126,12 @@ def test_what_cannot_be_drawn_is_a_token_all_the_same():
 def test_noise_for_drafts_is_nearly_that_of_draws():
     tokens, keyed = torch.arange(0, 300_000, 3), keys(torch.tensor([5, 6]), torch.tensor([[9], [10]]))[:, 0]
     torch.testing.assert_close(gumbel(keyed, tokens), gumbel_of(keyed[:, None], tokens), atol=2e-6, rtol=2e-6)
+
+
+def test_keys_are_those_of_torch():
+    seeds = torch.tensor([0, 1, -1, 2**32, 2**63 - 1, -(2**63), 0x9E3779B9])
+    positions = torch.arange(7 * 9).view(7, 9) * 1_000_003 + 1
+    assert torch.equal(selection.keys(seeds, positions), keys(seeds, positions))
 
 
 @pytest.mark.parametrize("says", ["edges", "likelihood", "bonus"])

@@ -32,6 +32,12 @@ template <class U> static inline U mixed(U x) {
     return x ^ x >> 16;
 }
 
+// The key of the noise of all tokens at a position of a text with this seed.
+static inline uint32_t key_of(int64_t seed, int64_t position, uint32_t stream) {
+    const uint32_t of_seed = mixed(uint32_t(seed) ^ 0x9E3779B9u) ^ mixed(uint32_t(seed >> 32) + 0x7F4A7C15u);
+    return mixed(of_seed ^ mixed(uint32_t(position) ^ stream));
+}
+
 // Gumbel noise of these tokens at one position: out [count], as noise() below but for the last bits.
 static void gumbel(uint32_t key, const int64_t* tokens, int64_t count, float* out) {
     for (int64_t i = 0; i < count; i += LANES) {

@@ -105,6 +105,12 @@ extern "C" int medusa_pass(const Pass* pass) {
     });
 }
 
+extern "C" int medusa_keys(int64_t batch, int64_t each, const int64_t* seeds, const int64_t* positions, int64_t stream, int64_t* out) {
+    return outcome([&] {
+        for (int64_t i = 0; i < batch * each; i++) out[i] = key_of(seeds[i / each], positions[i], uint32_t(stream));
+    });
+}
+
 extern "C" int medusa_gumbel(int64_t rows, const int64_t* keys, int64_t count, const int64_t* tokens, float* out) {
     return outcome([&] {
         for (int64_t r = 0; r < rows; r++) gumbel(uint32_t(keys[r]), tokens, count, out + r * count);
