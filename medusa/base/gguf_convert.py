@@ -1,6 +1,7 @@
 """Conversion of a GGUF file to the directory of a base; at most the largest tensor is in memory in float32."""
 
 import functools
+import inspect
 import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -101,7 +102,8 @@ def _read_once() -> Iterator[None]:
     """
     import gguf
 
-    functions = {name: getattr(gguf, name) for name in ("GGUFReader", "get_tensor_name_map")}
+    # Without what another thread has put there for a file of its own.
+    functions = {name: inspect.unwrap(getattr(gguf, name)) for name in ("GGUFReader", "get_tensor_name_map")}
     for name, function in functions.items():
         setattr(gguf, name, functools.cache(function))
     try:

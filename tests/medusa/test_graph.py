@@ -144,7 +144,7 @@ def test_heads_that_remember_draft_what_they_draft_eagerly(base, make_heads, mon
     heads = make_heads(4, architecture=architecture, feature_layers=(1,), own_lm_heads=True, layer=layer)
     model, eager = graphed(base, heads), MedusaModel(base, heads)
     drafter, heat = DRAFTERS[name](model.heads, model.base), 1.0 if "sampled" in name else 0.0
-    params = [SamplingParams(max_new_tokens=most, temperature=heat, ignore_eos=True, seed=3) for most in (30, 9, 18)]
+    params = [SamplingParams(max_new_tokens=most, temperature=heat, ignore_eos=True, seed=3) for most in (40, 9, 24)]
     batch, wanted, requests = model.batch(), Speculation(drafter), []
     for prompt, one in zip(PROMPTS, params, strict=True):
         requests.append(batch.add(prompt, one, wanted))
@@ -154,7 +154,7 @@ def test_heads_that_remember_draft_what_they_draft_eagerly(base, make_heads, mon
         batch.step()
     for prompt, one, request in zip(PROMPTS, params, requests, strict=True):
         assert contents([request.output]) == contents([eager.generate(prompt, sampling=one, speculation=wanted)])
-    assert model.recorder.recorded > 1 and model.recorder.replays > 15
+    assert model.recorder.recorded > 1 and model.recorder.replays > 20
     prefix, prompt = Prefix(), PROMPTS[0] * 6
     options = {"drafter": drafter, "max_new_tokens": 8, "temperature": heat, "seed": 3}
     for turn in range(2):

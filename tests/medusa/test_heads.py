@@ -197,6 +197,12 @@ def test_saved_heads_come_back_bit_equal(tmp_path, architecture, own):
     }  # fmt: skip
 
 
+def test_a_local_base_is_stored_relative_to_the_heads(tmp_path):
+    (tmp_path / "base").mkdir()
+    save_heads(build_heads(config(base=str(tmp_path / "base"))), tmp_path / "runs" / "heads")
+    assert load_heads(tmp_path / "runs" / "heads").config.base == "../../base"
+
+
 @pytest.mark.parametrize("changes", [{"num_heads": 0}, {"num_layers": -1}, {"hidden_size": "8"}, {"rank": 0}])
 def test_impossible_shapes_are_refused(changes):
     with pytest.raises(ValueError, match="whole number of at least 1"):
