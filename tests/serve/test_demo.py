@@ -3,7 +3,6 @@ import shutil
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
@@ -23,8 +22,8 @@ from medusa.serve.demo.figures import measure
 from medusa.serve.demo.progress import Progress
 from medusa.serve.demo.questions import file_questions
 from medusa.serve.demo.report import publish
+from tests.conftest import CLONES_CACHE
 
-CLONES_CACHE = Path(__file__).parents[2] / ".cache"
 PROMPTS = [[5, 6, 7], [40, 41], [9]]
 
 
