@@ -177,7 +177,7 @@ template <class T, bool TILES> struct Attention {
                 for (int64_t n = rows.node[r]; p >= rows.shared[r] && p >= first; n = rows.parents[n], p--)
                     if (p < stop) weights[p - start] = s.tree_scores[int64_t(r) * stride + n];
             }
-            normalise(weights, top[r], total[r]);
+            normalise(weights, int(std::clamp<int64_t>(rows.last[r] + 1 - start, 0, SEGMENT)), top[r], total[r]);
         }
 #ifdef MEDUSA_TILES
         if constexpr (TILES) return accumulate_tiles(rows, b, kv, start, skipped, count, s, sums);
@@ -196,28 +196,30 @@ template <class T, bool TILES> struct Attention {
 #undef CALL
     }
 
-    // Scores of a segment to weights: the largest, and what they sum up to.
-    void normalise(float* weights, float& top, float& total) const {
+    // Scores of a segment to weights: the largest, and what they sum up to. Those from `seen` on are hidden.
+    void normalise(float* weights, int seen, float& top, float& total) const {
         float scaling = at.scaling;  // above 0
-        if (at.softcap > 0) cap(weights), scaling = 1;
+        if (at.softcap > 0) cap(weights, seen), scaling = 1;
         vf best = splat(NOTHING), sum = {};
-        for (int j = 0; j < SEGMENT; j += LANES) {
+        for (int j = 0; j < seen; j += LANES) {
             const vf x = load<vf>(weights + j);
             best = x > best ? x : best;
         }
         top = across(best, [](vf a, vf b) { return a > b ? a : b; }) * scaling;
         if (top == NOTHING) return std::fill(weights, weights + SEGMENT, 0.f);
-        for (int j = 0; j < SEGMENT; j += LANES) {
+        int j = 0;
+        for (; j < seen; j += LANES) {
             const vf x = exponential(fma(load<vf>(weights + j), splat(scaling), splat(-top)));
             store(weights + j, x);
             sum += x;
         }
+        std::fill(weights + j, weights + SEGMENT, 0.f);
         total = across(sum, [](vf a, vf b) { return a + b; });
     }
 
     // Scores are scaled, and bent to stay below a cap.
-    void cap(float* scores) const {
-        for (int j = 0; j < SEGMENT; j += LANES) {
+    void cap(float* scores, int seen) const {
+        for (int j = 0; j < seen; j += LANES) {
             const vf x = load<vf>(scores + j), y = x * splat(at.scaling) / splat(at.softcap), size = y < vf{} ? -y : y;
             const vf e = exponential(splat(-2.f) * size), t = (splat(1.f) - e) / (splat(1.f) + e);
             store(scores + j, x == splat(NOTHING) ? x : splat(at.softcap) * (y < vf{} ? -t : t));

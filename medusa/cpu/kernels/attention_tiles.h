@@ -88,13 +88,25 @@ struct NoDenormals {
     ~NoDenormals() { _mm_setcsr(before); }
 };
 
-// Adds a group's weights times its values to the sums of one row; null = not seen.
-static void weigh_group(const float* weights, const bf16* const* values, int dim, float* sums) {
-    for (int d = 0; d < dim; d += LANES) {
-        vf parts[2] = {};
-        for (int j = 0; j < DEPTH; j++)
-            if (values[j]) parts[j % 2] = fma(rounded(splat(weights[j]), bf16()), wide(values[j] + d, dim - d), parts[j % 2]);
-        store(sums + d, load<vf>(sums + d) + (parts[0] + parts[1]));
+// Adds a group's weights times its values to the sums of one row, C vectors of them; null = not seen.
+template <int C> static void weigh_group(const float* weights, const bf16* const* values, int from, int room, float* sums) {
+    vf parts[2][C] = {};
+    for (int j = 0; j < DEPTH; j++) {
+        if (!values[j]) continue;
+        const vf weight = splat(weights[j]);
+        UNROLLED for (int c = 0; c < C; c++) {
+            const vf value = C > 1 ? wide(values[j] + from + c * LANES) : wide(values[j] + from, room);
+            parts[j % 2][c] = fma(weight, value, parts[j % 2][c]);
+        }
     }
+    UNROLLED for (int c = 0; c < C; c++) store(sums + c * LANES, load<vf>(sums + c * LANES) + (parts[0][c] + parts[1][c]));
+}
+static void weigh_group(const float* weights, const bf16* const* values, int dim, float* sums) {
+    constexpr int C = 4;
+    alignas(64) float nearest[DEPTH];
+    for (int j = 0; j < DEPTH; j += LANES) store(nearest + j, near(load<vf>(weights + j)));
+    int d = 0;
+    for (; d + C * LANES <= dim; d += C * LANES) weigh_group<C>(nearest, values, d, 0, sums + d);
+    for (; d < dim; d += LANES) weigh_group<1>(nearest, values, d, dim - d, sums + d);
 }
 #endif

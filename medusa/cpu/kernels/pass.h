@@ -67,42 +67,41 @@ template <class T, class W> class Run {  // W: how its weights are met
     // A row divided by its root mean square, times a weight.
     template <class N> static void normed(const N* from, const T* weight, int64_t count, float epsilon, float* to) {
         vf squares = {};
-        for (int64_t i = 0; i < count; i += LANES) {
-            const vf numbers = wide(from + i, int(count - i));
+        for_vectors(count, [&](int64_t i, int here) {
+            const vf numbers = wide(from + i, here);
             squares = fma(numbers, numbers, squares);
-        }
+        });
         float sum = 0;
         for (int j = 0; j < LANES; j++) sum += squares[j];
         const float factor = 1 / std::sqrt(sum / count + epsilon);
-        for (int64_t i = 0; i < count; i += LANES) {
-            const int here = int(count - i);
+        for_vectors(count, [&](int64_t i, int here) {
             put(rounded(wide(weight + i, here) * rounded(wide(from + i, here) * splat(factor), T()), T()), to + i, here);
-        }
+        });
     }
 
     // What gives a thread the rows that a linear layer reads, arranged; row(r, to) gives their numbers. Many are arranged
     // by all threads, few by each thread for itself when it takes its first piece.
     template <class Numbers> auto rows_for(Member& member, int64_t in, Numbers row) {
-        const auto arrange = [this, in, row](int64_t r, typename W::number* to) {
-            float numbers[in];
-            row(r, numbers), W::arrange(numbers, in, to, W::room(in), r, 0);
+        const auto arrange = [in, row](int64_t first, int64_t count, typename W::number* to) {
+            thread_local Buffer<float> numbers;
+            grow(numbers, std::min(GROUP, count) * in + LANES);
+            if constexpr (GROUP > 1)
+                if (count > GROUP / 4) {
+                    for (int64_t r = 0; r < count; r++) row(first + r, &numbers[r * in]);
+                    return W::arrange_group(numbers.data(), count, in, to, W::room(in), first);
+                }
+            for (int64_t r = first; r < first + count; r++)
+                row(r, numbers.data()), W::arrange(numbers.data(), in, to, W::room(in), r, 0);
         };
         const bool many = rows > FEW;
         if (many)
             member.share((rows + GROUP - 1) / GROUP, [&](int64_t group) {
-                const int64_t first = group * GROUP, count = std::min(GROUP, rows - first);
-                if constexpr (GROUP > 1) {
-                    thread_local Buffer<float> numbers;
-                    grow(numbers, GROUP * in + LANES);
-                    for (int64_t r = 0; r < count; r++) row(first + r, &numbers[r * in]);
-                    W::arrange_group(numbers.data(), count, in, x.data(), W::room(in), first);
-                } else arrange(first, x.data());
+                arrange(group * GROUP, std::min(GROUP, rows - group * GROUP), x.data());
             });
         return [this, in, arrange, many, ready = false]() mutable -> const typename W::number* {
             thread_local Buffer<typename W::number> own;
             if (many) return x.data();
-            if (!ready) grow(own, W::rows(rows) * W::room(in));
-            for (int64_t r = 0; r < rows && !ready; r++) arrange(r, own.data());
+            if (!ready) grow(own, W::rows(rows) * W::room(in)), arrange(0, rows, own.data());
             ready = true;
             return own.data();
         };
@@ -188,7 +187,7 @@ template <class T, class W> class Run {  // W: how its weights are met
     void gate(const Block& block, const typename W::number* from, int64_t count, int64_t begin, int64_t end) {
         const auto join = [](vf gate, vf up) { return rounded(rounded(gate * sigmoid(gate), T()) * up, T()); };
         if constexpr (GROUP > 1)
-            if (count > GROUP) return W::gated(block.gate, block.up, from, count, gated.data(), begin, end, join);
+            if (count > GROUP / 2) return W::gated(block.gate, block.up, from, count, gated.data(), begin, end, join);
         const int64_t most = std::min(columns(count), end - begin);
         thread_local Buffer<T> middle;
         grow(middle, 2 * count * most);

@@ -160,6 +160,12 @@ template <class T> static inline vf wide(const T* from, int count) {  // the fir
     std::memcpy(part, from, count * sizeof(T));
     return wide(part);
 }
+// Calls use(i, how many numbers there) for the vectors of so many numbers; of whole ones the compiler knows it.
+template <class Use> static inline void for_vectors(int64_t count, Use use) {
+    int64_t i = 0;
+    for (; i + LANES <= count; i += LANES) use(i, LANES);
+    if (i < count) use(i, int(count - i));
+}
 
 // e^x for x <= 0, after Cephes: 2 units in the last place; 0 below -87.
 static inline vf exponential(vf x) {
