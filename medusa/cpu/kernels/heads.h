@@ -57,13 +57,15 @@ template <class T, class W> class Draft {  // W: how weights are met
         float sum = 0;
         for (int64_t i = 0; i < at.hidden; i++) sum += widen(row[i]) * widen(row[i]);
         const float factor = 1 / std::sqrt(sum / at.hidden + std::numeric_limits<float>::epsilon());
-        for (int64_t i = 0; i < at.hidden; i++) out[i] = rounded<T>(widen(row[i]) * factor);
+        for_vectors(at.hidden, [&](int64_t i, int here) { put(rounded(::wide(row + i, here) * splat(factor), T()), out + i, here); });
     }
 
     void add(float* states, int64_t stride, int64_t rows, int64_t first, int64_t last) const {
-        for (int64_t r = 0; r < rows; r++)
-            for (int64_t i = first; i < last; i++)
-                states[r * stride + i] = rounded<T>(states[r * stride + i] + added[r * at.hidden + i]);
+        for (int64_t r = 0; r < rows; r++) {
+            float* to = states + r * stride + first;
+            const float* more = &added[r * at.hidden + first];
+            for_vectors(last - first, [&](int64_t i, int here) { put(rounded(::wide(to + i, here) + ::wide(more + i, here), T()), to + i, here); });
+        }
     }
 
     // What the parent hands down, and the token's embedding.
@@ -79,9 +81,12 @@ template <class T, class W> class Draft {  // W: how weights are met
         member.share(at.inner, W::UNIT, [&](int64_t first, int64_t last) {
             W::linear(at.into[b], x.data(), rows, middle.data(), at.inner, first, last);
             for (int64_t r = 0; r < rows; r++) {
-                float* row = &middle[r * at.inner];
-                for (int64_t i = first; i < last; i++) row[i] = rounded<T>(row[i] * sigmoid(splat(row[i]))[0]);
-                W::arrange(row + first, last - first, gated.data(), wide_inner, r, first);
+                float* row = &middle[r * at.inner + first];
+                for_vectors(last - first, [&](int64_t i, int here) {
+                    const vf x = ::wide(row + i, here);
+                    put(rounded(x * sigmoid(x), T()), row + i, here);
+                });
+                W::arrange(row, last - first, gated.data(), wide_inner, r, first);
             }
         });
         member.share(at.hidden, W::OUTPUTS, [&](int64_t first, int64_t last) {
@@ -109,7 +114,7 @@ template <class T, class W> class Draft {  // W: how weights are met
 
     void operator()() {
         int64_t grown = 0;
-        Team(int(at.threads), 2 + levels * (5 + 3 * at.blocks)).run([&](Team::Member& member) {
+        Team(int(at.threads), 2 + levels * (4 + 3 * at.blocks)).run([&](Team::Member& member) {
             const typename W::Thread equipped;
             fuse(member);
             bool likely = true;
@@ -123,13 +128,15 @@ template <class T, class W> class Draft {  // W: how weights are met
                 for (int64_t b = 0; b < at.blocks; b++) block(b, rows, member);
                 member.share(columns, W::OUTPUTS, [&](int64_t first, int64_t last) {
                     W::linear(at.output, x.data(), rows, logits.get(), columns, first, last);
+                    for (int64_t b = 0; at.keys && b < at.batch; b++)
+                        gumbel(uint32_t(at.keys[b * levels + level]), at.ids + first, last - first, &noise[b * columns + first]);
                 });
-                if (at.keys)
-                    member.share(at.batch, [&](int64_t b) { gumbel(uint32_t(at.keys[b * levels + level]), at.ids, columns, &noise[b * columns]); });
                 member.share(rows, [&](int64_t r) {
                     float* row = &logits[r * columns];
                     const float* added = at.keys ? &noise[r / each * columns] : nullptr;
-                    for (int64_t i = 0; added && i < columns; i++) row[i] += at.temperature * added[i];
+                    if (added) for_vectors(columns, [&](int64_t i, int here) {
+                        put(::wide(row + i, here) + splat(at.temperature) * ::wide(added + i, here), row + i, here);
+                    });
                     trees.likeliest(row, columns, &best[r * width], &logprobs[r * width]);
                 });
                 member.share(at.batch, [&](int64_t b) {
