@@ -112,7 +112,7 @@ def test_parts_of_characters_have_bytes(client):
 def test_numbers_of_tokens_come_when_they_are_asked_for(client):
     def usages(**options):
         messages = [{"role": "user", "content": "a"}]
-        options = {"messages": messages, "stream": True, "max_tokens": 6, "stream_options": options}
+        options = {"messages": messages, "stream": True, "max_tokens": 6, "temperature": 0, "stream_options": options}
         return [chunk.usage for chunk in client.chat.completions.create(model="small", **options)]
 
     assert set(usages(include_usage=False)) == set(usages(include_usage=None)) == {None}

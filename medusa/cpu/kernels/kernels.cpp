@@ -188,7 +188,7 @@ constexpr int64_t FEW_DRAFTED = 4;  // rows of a level
 
 extern "C" int medusa_draft(const Drafting* at) {
     return outcome([&] {
-        // Where rows are few, vectors get weights from memory sooner than the matrix unit does; here no bits depend on it.
+        // Vectors get the weights of few rows from memory sooner than the matrix unit does. No text depends on a draft's bits.
         const bool few = at->batch * Trees(at->growth, at->batch).widest() <= FEW_DRAFTED;
         if (few && at->number_type == BFLOAT16 && at->output.packing == NUMBERS) return Draft<bf16, Plain<bf16>>{*at}();
         as_usual(at->number_type, false, [&](auto number, auto how) { Draft<decltype(number), decltype(how)>{*at}(); });
