@@ -102,11 +102,11 @@ template <int C> static void weigh_group(const float* weights, const bf16* const
     UNROLLED for (int c = 0; c < C; c++) store(sums + c * LANES, load<vf>(sums + c * LANES) + (parts[0][c] + parts[1][c]));
 }
 static void weigh_group(const float* weights, const bf16* const* values, int dim, float* sums) {
-    constexpr int C = 4;
+    constexpr int WIDE = VECTORS * LANES;
     alignas(64) float nearest[DEPTH];
     for (int j = 0; j < DEPTH; j += LANES) store(nearest + j, near(load<vf>(weights + j)));
     int d = 0;
-    for (; d + C * LANES <= dim; d += C * LANES) weigh_group<C>(nearest, values, d, 0, sums + d);
+    for (; d + WIDE <= dim; d += WIDE) weigh_group<VECTORS>(nearest, values, d, 0, sums + d);
     for (; d < dim; d += LANES) weigh_group<1>(nearest, values, d, dim - d, sums + d);
 }
 #endif

@@ -80,7 +80,8 @@ template <class T, class W> class Run {  // W: how its weights are met
     }
 
     // What gives a thread the rows that a linear layer reads, arranged; row(r, to) gives their numbers. Many are arranged
-    // by all threads, few by each thread for itself when it takes its first piece.
+    // by all threads, few by each thread for itself when it takes its first piece. Several go together: by
+    // itself, a row is stored pair by pair.
     template <class Numbers> auto rows_for(Member& member, int64_t in, Numbers row) {
         const auto arrange = [in, row](int64_t first, int64_t count, typename W::number* to) {
             thread_local Buffer<float> numbers;
@@ -142,7 +143,7 @@ template <class T, class W> class Run {  // W: how its weights are met
     void turned(const T* from, const void* weight, int64_t position, T* to) const {
         float head[at.dim];
         if (weight) normed(from, (const T*)weight, at.dim, at.epsilon, head);
-        else for (int64_t d = 0; d < at.dim; d += LANES) put(wide(from + d, int(at.dim - d)), head + d, int(at.dim - d));
+        else for_vectors(at.dim, [&](int64_t d, int here) { put(wide(from + d, here), head + d, here); });
         const int64_t half = at.rotated / 2;
         const T *cosines = (const T*)at.cosines + position * at.rotated, *sines = (const T*)at.sines + position * at.rotated;
         const auto turn = [&](int64_t d, int64_t other, float sign, int here) {
@@ -150,10 +151,7 @@ template <class T, class W> class Run {  // W: how its weights are met
             const vf across = rounded(splat(sign) * wide(head + other, here) * wide(sines + d, here), T());
             put(rounded(straight + across, T()), to + d, here);
         };
-        for (int64_t d = 0; d < half; d += LANES) {
-            const int here = int(std::min<int64_t>(LANES, half - d));
-            turn(d, d + half, -1, here), turn(d + half, d, 1, here);
-        }
+        for_vectors(half, [&](int64_t d, int here) { turn(d, d + half, -1, here), turn(d + half, d, 1, here); });
         for (int64_t d = at.rotated; d < at.dim; d++) narrow(head[d], to + d);
     }
 
@@ -186,7 +184,7 @@ template <class T, class W> class Run {  // W: how its weights are met
     // Outputs begin .. end of gates, times what they let through, of `count` rows, in `gated`.
     void gate(const Block& block, const typename W::number* from, int64_t count, int64_t begin, int64_t end) {
         const auto join = [](vf gate, vf up) { return rounded(rounded(gate * sigmoid(gate), T()) * up, T()); };
-        if constexpr (GROUP > 1)
+        if constexpr (GROUP > 1)  // as the unit leaves them, empty rows too; fewer rows are put in order first
             if (count > GROUP / 2) return W::gated(block.gate, block.up, from, count, gated.data(), begin, end, join);
         const int64_t most = std::min(columns(count), end - begin);
         thread_local Buffer<T> middle;
@@ -198,10 +196,9 @@ template <class T, class W> class Run {  // W: how its weights are met
             W::linear(block.gate, from, count, gates - begin, most, begin, stop);
             W::linear(block.up, from, count, ups - begin, most, begin, stop);
             for (int64_t r = 0; r < count; r++) {
-                for (int64_t i = 0; i < stop - begin; i += LANES) {
-                    const int here = int(std::min<int64_t>(LANES, stop - begin - i));
+                for_vectors(stop - begin, [&](int64_t i, int here) {
                     put(join(wide(gates + r * most + i, here), wide(ups + r * most + i, here)), row + i, here);
-                }
+                });
                 W::arrange(row, stop - begin, gated.data(), wide_inner, r, begin);
             }
         }
@@ -221,7 +218,7 @@ template <class T, class W> class Run {  // W: how its weights are met
         if (!at.heads) return;
         attend(block, at.keys[index], at.values[index], work, member);
         const auto attended_rows = rows_for(member, queries, [this](int64_t r, float* to) {
-            for (int64_t i = 0; i < queries; i += LANES) put(wide(&attended[r * queries + i], int(queries - i)), to + i, int(queries - i));
+            for_vectors(queries, [&](int64_t i, int here) { put(wide(&attended[r * queries + i], here), to + i, here); });
         });
         add(block.output, attended_rows, 0, rows, member);
         auto from = normed_rows(member, block.mlp_norm);
@@ -234,8 +231,8 @@ template <class T, class W> class Run {  // W: how its weights are met
     }
 
     void hand_over(const float* numbers, int64_t r, int64_t column) {
-        for (int64_t i = 0; i < at.hidden; i += LANES)
-            put(load<vf>(numbers + i), (T*)at.out + r * at.width + column + i, int(at.hidden - i));
+        T* to = (T*)at.out + r * at.width + column;
+        for_vectors(at.hidden, [&](int64_t i, int here) { put(wide(numbers + i, here), to + i, here); });
     }
 
     int64_t stages() const { return 2 + at.layers * (7 + Work::STAGES + 2 * ((rows + SLAB - 1) / SLAB)); }
@@ -269,10 +266,9 @@ template <class T, class W> class Run {  // W: how its weights are met
             Buffer<T> embedding;
             member.share(rows, [&](int64_t r) {
                 const T* row = at.states ? (const T*)at.states + r * at.hidden : row_of(at.embeddings, at.tokens[r], embedding);
-                for (int64_t i = 0; i < at.hidden; i += LANES) {
-                    const int here = int(at.hidden - i);
+                for_vectors(at.hidden, [&](int64_t i, int here) {
                     put(rounded(wide(row + i, here) * splat(at.multiplier), T()), &stream[r * at.hidden + i], here);
-                }
+                });
             });
             for (int64_t i = 0; i < at.layers; i++) layer(i, work, member);
             member.share(rows, [&](int64_t r) {
