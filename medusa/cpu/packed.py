@@ -57,7 +57,7 @@ class Packed:
         packing: Their layout: a key of ``FORMS``.
         outputs: O, number of outputs; the rest of the last panel is 0.
         inputs: I, number of inputs.
-        runs: Runs of a block; they share its factors.
+        runs: Runs of a block, a power of two; they share its factors.
     """
 
     parts: Tensor
@@ -105,18 +105,24 @@ class Packed:
 
     @classmethod
     def _of(cls, parts: Parts, outputs: int, inputs: int) -> "Packed":
-        form, numbers = FORMS[parts.packing], parts.numbers
-        columns = [parts.factors.to(form.factor).permute(0, 2, 3, 1)]
+        form, groups = FORMS[parts.packing], parts.factors.shape[2]
+        shared = inputs // RUN // groups
+        runs = shared & -shared  # the largest power of two that divides it
+        factors = parts.factors.to(form.factor).repeat_interleave(shared // runs, 2)
+        columns = [factors.permute(0, 2, 3, 1)]
         if parts.codes is not None:
             columns.append(parts.codes.to(form.code).permute(0, 2, 3, 1))
-        together = numbers if form.bits == 8 else numbers[..., ::2] & 15 | numbers[..., 1::2] << 4
-        runs = [together.transpose(1, 2).flatten(2).contiguous().view(torch.uint8)]
+        numbers = parts.numbers
+        if form.bits < 8:  # four outputs share a word
+            four = (numbers & 15).int().unflatten(1, (-1, 4)) << 4 * torch.arange(4)[:, None, None]
+            numbers = four.sum(2).to(torch.uint16)
+        in_runs = [numbers.transpose(1, 2).contiguous().view(torch.uint8).flatten(2)]
         if form.bits == 5:
-            fifth = (numbers.long() >> 4 << torch.arange(RUN)).sum(-1).to(torch.uint32)
-            runs.append(fifth.transpose(1, 2).contiguous().view(torch.uint8))
-        columns.append(torch.cat(runs, -1))
-        whole = torch.cat([column.contiguous().flatten(1).view(torch.uint8) for column in columns], -1)
-        return cls(whole, parts.packing, outputs, inputs, inputs // RUN // parts.factors.shape[2])
+            fifth = (parts.numbers.long() >> 4 << torch.arange(RUN)).sum(-1).to(torch.uint32)
+            in_runs.append(fifth.transpose(1, 2).contiguous().view(torch.uint8))
+        columns.append(torch.cat(in_runs, -1))
+        blocks = [column.contiguous().view(torch.uint8).view(len(column), factors.shape[2], -1) for column in columns]
+        return cls(torch.cat(blocks, -1).flatten(1), parts.packing, outputs, inputs, runs)
 
     def expand(self) -> Tensor:
         """Expand to bfloat16 [O, I], the weight of a model that is expanded when it is loaded."""
@@ -142,10 +148,11 @@ class Packed:
     def _expand(self, parts: Tensor) -> Tensor:
         """Expand panels to bfloat16 [16 P, I]."""
         form, panels, runs = FORMS[self.packing], len(parts), self.inputs // RUN
-        blocks, found, at = runs // self.runs, [], 0
-        for kind, rows, count in ((form.factor, blocks, form.factors), (form.code, runs, form.codes)):
+        blocks, found, at = parts.view(panels, runs // self.runs, -1), [], 0
+        for kind, count, rows in ((form.factor, form.factors, 1), (form.code, form.codes, self.runs)):
             size = rows * count * PANEL * kind.itemsize
-            found.append(parts[:, at : at + size].contiguous().view(kind).view(panels, rows, count, PANEL).float())
+            column = blocks[..., at : at + size].contiguous().view(kind)
+            found.append(column.view(panels, len(blocks[0]) * rows, count, PANEL).float())
             at += size
         factors, codes = found[0].repeat_interleave(self.runs, 1), found[1]
         values = (factors[:, :, 0], factors[:, :, -1])  # [P, K, 16] each
@@ -154,16 +161,16 @@ class Packed:
         elif form.codes == 2:
             sign = 1 if form.bits == 8 else -1
             values = factors[:, :, 0] * codes[:, :, 0], sign * (factors[:, :, -1] * codes[:, :, 1])
-        rest = parts[:, at:].reshape(panels, runs, -1)
+        rest = blocks[..., at:].reshape(panels, runs, -1)
         if form.bits == 8:
             halves = rest.view(torch.int8).view(panels, runs, PANEL, 2, RUN // 2)
             numbers = (halves.float() * torch.stack(values, -1)[..., None]).flatten(3)
         else:
-            pairs = rest[..., : PANEL * RUN // 2].unflatten(-1, (PANEL, RUN // 2))
-            whole = torch.stack([pairs & 15, pairs >> 4], -1).flatten(3)
+            words = rest[..., : PANEL * RUN // 2].contiguous().view(torch.int16).unflatten(-1, (PANEL // 4, 1, RUN))
+            whole = (words >> 4 * torch.arange(4)[:, None] & 15).flatten(2, 3)
             if form.bits == 5:
                 fifth = rest[..., PANEL * RUN // 2 :].contiguous().view(torch.int32)[..., None]
-                whole = whole | (fifth >> torch.arange(RUN) & 1).to(torch.uint8) << 4
+                whole = whole | (fifth >> torch.arange(RUN) & 1) << 4
             numbers = whole.float() * values[0][..., None] + values[1][..., None]
         weight: Tensor = numbers.to(DTYPE).transpose(1, 2).reshape(panels * PANEL, self.inputs)
         return weight

@@ -16,7 +16,7 @@ from medusa.files import write_json
 def no_hub(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(smollm2, "_from_hub", lambda cached: None)
-    return tmp_path / "medusa" / "bases" / "smollm2-packed-3"
+    return tmp_path / "medusa" / "bases" / f"smollm2-packed-{gguf.LAYOUT}"
 
 
 @pytest.fixture

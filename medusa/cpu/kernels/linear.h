@@ -247,13 +247,14 @@ static inline void meet(vf (&sums)[R][C], const N& numbers, const Values& values
 }
 
 // Outputs row .. row + C of a packed panel, of R rows: to[r * STRIP + c].
-template <int R, int C, class N>
-static inline void packed_tile(const N* numbers, const Values* values, int64_t runs, int64_t row, const number<bf16>* x, int64_t room, float* to) {
+template <int R, int C, class Panel>
+static inline void packed_tile(const Panel& panel, Values* values, bool first, int64_t runs, int64_t row, const number<bf16>* x, int64_t room, float* to) {
     vf sums[R][C] = {};
-    constexpr int64_t share = sizeof(N) * C / PANEL;  // of a run, whose successor is on its way
     for (int64_t run = 0; run < runs; run++) {
-        for (int64_t i = 0; i < share; i += 64) __builtin_prefetch((const char*)(numbers + run) + row * share / C + PACKED_AHEAD + i, 0, 3);
-        meet(sums, numbers[run], values[run], row, x + run * RUN, room);
+        const auto& numbers = panel.numbers(run);
+        fetch<Panel::WHOLE * C / PANEL>((const char*)&numbers + Panel::WHOLE * row / PANEL);
+        if (first) panel.values(run, values[run]);
+        meet(sums, numbers, values[run], row, x + run * RUN, room);
     }
     constexpr int TOGETHER = C < 4 ? C : 4;
     UNROLLED for (int r = 0; r < R; r++)
@@ -279,13 +280,12 @@ static void packed_strips(const Linear& at, int64_t first, int64_t last, const n
     for (int64_t n = first, next; n < last; n = next) {
         next = std::min(last, n / PANEL * PANEL + PANEL);
         with_panel(at, n / PANEL, [&](const auto& panel) {
-            for (int64_t run = 0; run < runs; run++) panel.values(at, run, values[run]);
             with_constant<PACKED_ROWS>(int(rows), [&](auto some) {
                 constexpr int R = decltype(some)::value, C = PACKED_OUTPUTS<R>;
                 for (int64_t c = n, count; c < next; c += count) {
                     count = c % C == 0 && c + C <= next ? C : 1;
-                    if (count == C) packed_tile<R, C>(panel.numbers, values, runs, c % PANEL, x, room, sums + c - n);
-                    else packed_tile<R, 1>(panel.numbers, values, runs, c % PANEL, x, room, sums + c - n);
+                    if (count == C) packed_tile<R, C>(panel, values, c == n, runs, c % PANEL, x, room, sums + c - n);
+                    else packed_tile<R, 1>(panel, values, c == n, runs, c % PANEL, x, room, sums + c - n);
                 }
             });
         });

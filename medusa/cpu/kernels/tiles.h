@@ -44,34 +44,54 @@ struct Outputs {
         for (int i = 0, count; i < there[half]; i += count) {
             const int64_t n = first[half] + i;
             count = packed ? int(std::min<int64_t>(there[half] - i, PANEL - n % PANEL)) : 1;
-            if (packed) expand(layer, n, count, k, to[i], DEPTH);
+            if (packed) with_panel(layer, n / PANEL, [&](const auto& panel) { expand(panel, k / RUN, n % PANEL, count, to[i], DEPTH); });
             else std::memcpy(to[i], row(half * SIDE + i) + k, std::min<int64_t>(DEPTH, in - k) * 2);
         }
         MEMORY_SEEN;
     }
+    // Calls use(what copies them: copy(k, to)) for one half.
+    template <class Use> void copies(int half, Use use) const {
+        const Linear& layer = *layers[half];
+        if (layer.packing == NUMBERS || there[half] < SIDE || first[half] % PANEL)
+            return use([&](int64_t k, bf16(&to)[SIDE][DEPTH]) { copy(half, k, to); });
+        with_panel(layer, first[half] / PANEL, [&](const auto& panel) {
+            use([&](int64_t k, bf16(&to)[SIDE][DEPTH]) {
+                expand(panel, k / RUN, 0, PANEL, to[0], DEPTH);
+                MEMORY_SEEN;
+            });
+        });
+    }
 };
 
-// Adds to the sums in register 0, or 1 for the SECOND outputs, of one group of rows. Of the next outputs' weights some come
-// near; the processor's own prefetcher brings the others.
+// Adds to the sums in register 0, or 1 for the SECOND outputs, of one group of rows.
 template <bool SECOND> static inline void multiply_one(const bf16* weights, int64_t step, const bf16* x) {
     _tile_loadd(4, weights, step * 2);
     _tile_stream_loadd(6, x, 64);
-    for (int i = SIDE; i < 2 * SIDE; i += 4) __builtin_prefetch(weights + i * step, 0, 2);
     if (SECOND) _tile_dpbf16ps(1, 4, 6);
     else _tile_dpbf16ps(0, 4, 6);
 }
 
-// The same along all of `in`. What is copied is met one step later: then it has arrived in the cache.
-template <bool SECOND> static inline void multiply_half(const Outputs& at, const bf16* x) {
+// The same from k on along `in`, of weights that copy(k, to) gives. They are met one step later: then they have arrived in
+// the cache.
+template <bool SECOND, class Copy> static inline void multiply_copies(int64_t k, int64_t in, const bf16* x, Copy copy) {
     alignas(64) Pair parts;
-    const int64_t whole = at.whole(0) ? at.in / DEPTH * DEPTH : 0;
-    for (int64_t k = 0; k < whole; k += DEPTH) multiply_one<SECOND>(at.row(SECOND * SIDE) + k, at.in, x + SIDE * k);
     const auto part = [&](int64_t k) -> bf16(&)[SIDE][DEPTH] { return parts[k / DEPTH % 2]; };
-    if (whole < at.in) at.copy(SECOND, whole, part(whole));
-    for (int64_t k = whole; k < at.in; k += DEPTH) {
-        if (k + DEPTH < at.in) at.copy(SECOND, k + DEPTH, part(k + DEPTH));
+    if (k < in) copy(k, part(k));
+    for (; k < in; k += DEPTH) {
+        if (k + DEPTH < in) copy(k + DEPTH, part(k + DEPTH));
         multiply_one<SECOND>(part(k)[0], DEPTH, x + SIDE * k);
     }
+}
+
+// The same along all of `in`.
+template <bool SECOND> static inline void multiply_half(const Outputs& at, const bf16* x) {
+    const int64_t whole = at.whole(0) ? at.in / DEPTH * DEPTH : 0;
+    for (int64_t k = 0; k < whole; k += DEPTH) {  // some of the next weights come near; the processor's prefetcher brings the others
+        const bf16* weights = at.row(SECOND * SIDE) + k;
+        for (int i = SIDE; i < 2 * SIDE; i += 4) __builtin_prefetch(weights + i * at.in, 0, 2);
+        multiply_one<SECOND>(weights, at.in, x + SIDE * k);
+    }
+    at.copies(SECOND, [&](auto copy) { multiply_copies<SECOND>(whole, at.in, x, copy); });
 }
 
 // Sums of one group of rows: one half of the outputs after the other, as memory gives 16 rows of weights sooner than 32.
@@ -134,17 +154,18 @@ template <class Take> static void many(const Outputs& at, const Outputs& next, c
                 _tile_loadd(2, waiting[2], 64);
                 _tile_loadd(3, waiting[3], 64);
             }
+            for (int half = 0; half < 2 && b == 0; half++)
+                at.copies(half, [&](auto copy) {
+                    for (int64_t k = from; k < to; k += DEPTH)
+                        if (!at.whole(k)) copy(k, kept[(k - from) / DEPTH][half]);
+                });
             const auto steps = [&](int64_t k, int64_t to) {
                 for (; k < to; k += DEPTH) {
                     for (int64_t i = 2 * SIDE * b / blocks; i < 2 * SIDE * (b + 1) / blocks && !packed; i += apart)
                         __builtin_prefetch(coming.row(i) + k + ahead, 0, 2);
                     Pair& weights = kept[(k - from) / DEPTH];
-                    if (b == 0 && at.whole(k)) {
-                        multiply<false>(at, k, weights, here + SIDE * k, more + SIDE * k);
-                        continue;
-                    }
-                    for (int half = 0; b == 0 && half < 2; half++) at.copy(half, k, weights[half]);
-                    multiply<true>(at, k, weights, here + SIDE * k, more + SIDE * k);
+                    if (b == 0 && at.whole(k)) multiply<false>(at, k, weights, here + SIDE * k, more + SIDE * k);
+                    else multiply<true>(at, k, weights, here + SIDE * k, more + SIDE * k);
                 }
             };
             steps(from, from + third);

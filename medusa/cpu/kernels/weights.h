@@ -9,7 +9,7 @@
 constexpr int64_t PANEL = 16;                 // outputs whose packed weights stand together
 constexpr int64_t RUN = 32;                   // numbers along `in` that share a scale, or two
 constexpr int64_t EXPANDED_BYTES = 64 << 10;  // of expanded weights at a time, about
-constexpr int64_t PACKED_AHEAD = 2048;        // bytes that are on their way
+constexpr int64_t PACKED_AHEAD = 4096;        // bytes that are on their way
 
 enum Packing : int64_t { NUMBERS, SIMPLE_FOUR, SIMPLE_FIVE, SIMPLE_EIGHT, SUPER_FOUR, SUPER_FIVE, SUPER_EIGHT, GROUP_FOUR, GROUP_EIGHT };
 
@@ -18,15 +18,14 @@ struct Linear {
     int64_t outputs, in;
     const float* scales;  // [outputs] where weights are rounded to 8 bits: [outputs, whole groups] bytes; else null
     int64_t packing;      // otherwise, for numbers of bfloat16: each panel is a `Form`
-    int64_t runs;         // of `in` that share factors
+    int64_t runs;         // of `in` that share factors, a power of two
 };
 
 // A whole number q for every input of a run, for each output of a panel.
 struct Four {
-    uint8_t pairs[PANEL][RUN / 2];  // the lower 4 bits of byte i: input 2 i, the upper ones: input 2 i + 1
+    uint16_t words[PANEL / 4][RUN];  // bits 4 j .. 4 j + 3 of [v][i]: input i of output 4 v + j
 };
-struct Five {
-    uint8_t pairs[PANEL][RUN / 2];
+struct Five : Four {
     uint32_t fifth[PANEL];  // bit i: of input i, above the other four
 };
 struct Eight {
@@ -47,29 +46,33 @@ template <class B> static inline vi whole(const B* from) {
 }
 static inline vf floats(vi x) { return __builtin_convertvector(x, vf); }
 
-// A panel: factors of each block of runs, codes of each run, numbers of each run. They give an output two values in a run:
+// A panel is blocks of runs: factors of all its runs, codes of each, numbers of each. They give an output two values in a run:
 //   no codes   the first factor, the last factor
 //   one        the factor, -factor * code
 //   two        first factor * first code, last factor * second code; the latter negative where numbers have no sign
 // An input is first * q + second; of 8 bits first * q in the run's first half and second * q in the other.
 typedef float Values[2][PANEL];
-template <class F, int FACTORS, class C, int CODES, class N> struct Form {
-    typedef N Numbers;
-    const F (*factors)[FACTORS][PANEL];
-    const C (*codes)[CODES ? CODES : 1][PANEL];
-    const N* numbers;
+template <class F, int FACTORS, class C, int CODES, class N> class Form {
+    static constexpr int64_t HEAD = FACTORS * PANEL * sizeof(F), CODED = CODES * PANEL * sizeof(C);
+    const int64_t runs, shift;  // runs of a block, and its logarithm
+    const char* const from;
+    const char* block(int64_t run) const { return from + (run >> shift) * (HEAD + runs * BYTES); }
+    int64_t in_block(int64_t run) const { return run & (runs - 1); }
 
-    Form(const Linear& at, int64_t panel) {
-        const int64_t runs = at.in / RUN, head = runs / at.runs * sizeof *factors, coded = CODES ? runs * sizeof *codes : 0;
-        const char* from = (const char*)at.weight + panel * (head + coded + runs * sizeof(N));
-        factors = (decltype(factors))from, codes = (decltype(codes))(from + head), numbers = (const N*)(from + head + coded);
-    }
-    void values(const Linear& at, int64_t run, Values& to) const {
-        const auto& factor = factors[at.runs == 1 ? run : run / at.runs];
+  public:
+    static constexpr int64_t BYTES = CODED + sizeof(N);  // of a run
+    static constexpr int64_t WHOLE = HEAD + BYTES;       // of a run that has factors of its own
+
+    Form(const Linear& at, int64_t panel)
+        : runs(at.runs), shift(__builtin_ctzll(runs)), from((const char*)at.weight + panel * (at.in / RUN >> shift) * (HEAD + runs * BYTES)) {}
+    const N& numbers(int64_t run) const { return ((const N*)(block(run) + HEAD + runs * CODED))[in_block(run)]; }
+    void values(int64_t run, Values& to) const {
+        const F* factors = (const F*)block(run);
+        const C* codes = (const C*)(block(run) + HEAD + in_block(run) * CODED);
         for (int i = 0; i < PANEL; i += LANES) {
-            vf first = wide(factor[0] + i), second = wide(factor[FACTORS - 1] + i);
-            if (CODES == 1) second = -(first * floats(whole(codes[run][0] + i)));
-            if (CODES == 2) first *= floats(whole(codes[run][0] + i)), second *= floats(whole(codes[run][CODES - 1] + i));
+            vf first = wide(factors + i), second = wide(factors + (FACTORS - 1) * PANEL + i);
+            if (CODES == 1) second = -(first * floats(whole(codes + i)));
+            if (CODES == 2) first *= floats(whole(codes + i)), second *= floats(whole(codes + PANEL + i));
             if (CODES == 2 && !std::is_same_v<N, Eight>) second = -second;
             store(to[0] + i, first), store(to[1] + i, second);
         }
@@ -97,16 +100,20 @@ static inline vf nearest(vf x) {
 
 // Inputs of output r in a run as floats, in the order of Row<bf16>: of 2 LANES at a time the even ones, then the odd ones.
 typedef vf Widened[RUN / LANES];
-static inline vu pairs(const uint8_t* from, int step) { return vu(whole(from + step * LANES)); }
+constexpr uint32_t BELOW[] = {0, 4, 8, 12};  // bits below those of an output
+// Its 4 bits of input 2 i are the lowest of number i, those of input 2 i + 1 stand 16 above; others stand between.
+static inline vu pairs(const Four& numbers, int64_t r, int step) {
+    return load<vu>((const uint32_t*)numbers.words[r / 4] + step * LANES) >> (vu{} + BELOW[r % 4]);
+}
 static inline vf input(vu q, float first, float second) { return nearest(fma(splat(first), floats(vi(q)), splat(second))); }
 static inline void widen(const Four& numbers, int64_t r, float first, float second, Widened& to) {
     UNROLLED for (int step = 0; step < RUN / 2 / LANES; step++) {
-        const vu x = pairs(numbers.pairs[r], step);
+        const vu x = pairs(numbers, r, step);
 #ifdef __AVX512F__
         const __m512 level = __m512(input(vu{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}, first, second));
-        to[0] = vf(_mm512_permutexvar_ps(__m512i(x), level)), to[1] = vf(_mm512_permutexvar_ps(__m512i(x >> 4), level));
+        to[0] = vf(_mm512_permutexvar_ps(__m512i(x), level)), to[1] = vf(_mm512_permutexvar_ps(__m512i(x >> 16), level));
 #else
-        to[2 * step] = input(x & 15, first, second), to[2 * step + 1] = input(x >> 4, first, second);
+        to[2 * step] = input(x & 15, first, second), to[2 * step + 1] = input(x >> 16 & 15, first, second);
 #endif
     }
 }
@@ -114,8 +121,8 @@ static inline void widen(const Five& numbers, int64_t r, float first, float seco
     vu places;
     for (int i = 0; i < LANES; i++) places[i] = 2 * i;
     UNROLLED for (int step = 0; step < RUN / 2 / LANES; step++) {
-        const vu x = pairs(numbers.pairs[r], step), fifth = (vu{} + numbers.fifth[r]) >> (places + 2 * step * LANES);
-        to[2 * step] = input((x & 15) | (fifth & 1) << 4, first, second), to[2 * step + 1] = input(x >> 4 | (fifth & 2) << 3, first, second);
+        const vu x = pairs(numbers, r, step), fifth = (vu{} + numbers.fifth[r]) >> (places + 2 * step * LANES);
+        to[2 * step] = input((x & 15) | (fifth & 1) << 4, first, second), to[2 * step + 1] = input((x >> 16 & 15) | (fifth & 2) << 3, first, second);
     }
 }
 static inline void widen(const Eight& numbers, int64_t r, float first, float second, Widened& to) {
@@ -143,12 +150,10 @@ static inline __m512 level(float first, float second, float from = 0) {
     const vf steps = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     return __m512(fma(splat(first), from ? steps + from : steps, splat(second)));
 }
-static inline __m512i indices(const uint8_t* pairs) {
-    const __m512i x = __m512i(whole(pairs));
-    return _mm512_ternarylogic_epi32(x, _mm512_slli_epi32(x, 12), _mm512_set1_epi16(15), 0xa8);  // (a | b) & c
-}
+typedef uint16_t Words __attribute__((vector_size(64)));
+static inline Words indices(const Four& numbers, int64_t r) { return load<Words>(numbers.words[r / 4]) >> (Words{} + uint16_t(BELOW[r % 4])) & 15; }
 static inline void expand(const Five& numbers, int64_t r, float first, float second, bf16* to) {
-    const __m512i lower = indices(numbers.pairs[r]), index = _mm512_mask_add_epi16(lower, numbers.fifth[r], lower, _mm512_set1_epi16(16));
+    const __m512i lower = __m512i(indices(numbers, r)), index = _mm512_mask_add_epi16(lower, numbers.fifth[r], lower, _mm512_set1_epi16(16));
     const __m512i levels = __m512i(_mm512_cvtne2ps_pbh(level(first, second, 16), level(first, second)));
     _mm512_storeu_si512(to, _mm512_permutexvar_epi16(index, levels));
 }
@@ -156,40 +161,43 @@ static inline void expand(const Eight& numbers, int64_t r, float first, float se
     const vf front = floats(whole(numbers.numbers[r])) * splat(first), back = floats(whole(numbers.numbers[r] + RUN / 2)) * splat(second);
     _mm512_storeu_si512(to, __m512i(_mm512_cvtne2ps_pbh(__m512(back), __m512(front))));
 }
-// Levels of two outputs stand side by side.
+// Levels of two outputs stand side by side. The first is a multiple of COUNT.
 template <int COUNT> static inline void expand(const Four& numbers, int64_t row, const float* first, const float* second, bf16* to, int64_t stride) {
+    row = row / COUNT * COUNT;
     UNROLLED for (int c = 0; c < COUNT; c += 2) {
         const bool two = c + 1 < COUNT;
         const __m512i levels = __m512i(_mm512_cvtne2ps_pbh(level(first[c + two], second[c + two]), level(first[c], second[c])));
-        _mm512_storeu_si512(to + c * stride, _mm512_permutexvar_epi16(indices(numbers.pairs[row + c]), levels));
-        if (!two) break;
-        const __m512i upper = _mm512_or_si512(indices(numbers.pairs[row + c + 1]), _mm512_set1_epi16(16));
-        _mm512_storeu_si512(to + (c + 1) * stride, _mm512_permutexvar_epi16(upper, levels));
+        _mm512_storeu_si512(to + c * stride, _mm512_permutexvar_epi16(__m512i(indices(numbers, row + c)), levels));
+        if (two) _mm512_storeu_si512(to + (c + 1) * stride, _mm512_permutexvar_epi16(__m512i(indices(numbers, row + c + 1) | 16), levels));
     }
 }
 #endif
 
-// Numbers k .. k + RUN of outputs first .. first + count: to[output - first], `stride` numbers apart. They are of one panel.
-static inline void expand(const Linear& at, int64_t first, int64_t count, int64_t k, bf16* to, int64_t stride) {
-    with_panel(at, first / PANEL, [&](const auto& panel) {
-        alignas(64) Values values;
-        const int64_t run = k / RUN, row = first % PANEL;
-        const auto& numbers = panel.numbers[run];
-        for (size_t i = 0; i < sizeof numbers; i += 64) __builtin_prefetch((const char*)&numbers + PACKED_AHEAD + i, 0, 3);
-        panel.values(at, run, values);
-        const float *front = values[0] + row, *back = values[1] + row;
-        FORGET(front);  // read from memory, which spreads a number without the units that shuffle
-        FORGET(back);
-        if (count == PANEL) return expand<PANEL>(numbers, 0, front, back, to, stride);
-        for (int64_t r = 0; r < count; r++) expand<1>(numbers, row + r, front + r, back + r, to + r * stride, stride);
-    });
+// Brings near what comes behind so many bytes of a panel.
+template <int64_t BYTES> static inline void fetch(const char* from) {
+    UNROLLED for (int64_t i = 0; i < BYTES; i += 64) __builtin_prefetch(from + PACKED_AHEAD + i, 0, 2);
+}
+
+// Numbers of a run of `count` outputs of a panel, from `row` on: to[output - row], `stride` numbers apart.
+template <class Panel> static inline void expand(const Panel& panel, int64_t run, int64_t row, int64_t count, bf16* to, int64_t stride) {
+    alignas(64) Values values;
+    const auto& numbers = panel.numbers(run);
+    fetch<Panel::WHOLE>((const char*)&numbers);
+    panel.values(run, values);
+    const float *front = values[0] + row, *back = values[1] + row;
+    FORGET(front);  // read from memory, which spreads a number without the units that shuffle
+    FORGET(back);
+    if (count == PANEL) return expand<PANEL>(numbers, 0, front, back, to, stride);
+    for (int64_t r = 0; r < count; r++) expand<1>(numbers, row + r, front + r, back + r, to + r * stride, stride);
 }
 
 // All numbers of outputs first .. last: to[output - first][in].
 static void expand(const Linear& at, int64_t first, int64_t last, bf16* to) {
     for (int64_t n = first, next; n < last; n = next) {
         next = std::min(last, n / PANEL * PANEL + PANEL);
-        for (int64_t k = 0; k < at.in; k += RUN) expand(at, n, next - n, k, to + (n - first) * at.in + k, at.in);
+        with_panel(at, n / PANEL, [&](const auto& panel) {
+            for (int64_t k = 0; k < at.in; k += RUN) expand(panel, k / RUN, n % PANEL, next - n, to + (n - first) * at.in + k, at.in);
+        });
     }
 }
 
