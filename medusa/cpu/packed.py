@@ -113,9 +113,9 @@ class Packed:
         if parts.codes is not None:
             columns.append(parts.codes.to(form.code).permute(0, 2, 3, 1))
         numbers = parts.numbers
-        if form.bits < 8:  # four outputs share a word
-            four = (numbers & 15).int().unflatten(1, (-1, 4)) << 4 * torch.arange(4)[:, None, None]
-            numbers = four.sum(2).to(torch.uint16)
+        if form.bits < 8:  # four outputs share a word, whose lower byte stands first
+            halves = (numbers[:, ::2] & 15 | numbers[:, 1::2] << 4).unflatten(1, (-1, 2))
+            numbers = halves.movedim(2, -1).flatten(-2)
         in_runs = [numbers.transpose(1, 2).contiguous().view(torch.uint8).flatten(2)]
         if form.bits == 5:
             fifth = (parts.numbers.long() >> 4 << torch.arange(RUN)).sum(-1).to(torch.uint32)

@@ -246,7 +246,7 @@ static inline void meet(vf (&sums)[R][C], const N& numbers, const Values& values
     }
 }
 
-// Outputs row .. row + C of a packed panel, of R rows: to[r * STRIP + c].
+// Outputs row .. row + C of a packed panel, of R rows: to[r * STRIP + c]. The first of a panel find its values for the others.
 template <int R, int C, class Panel>
 static inline void packed_tile(const Panel& panel, Values* values, bool first, int64_t runs, int64_t row, const number<bf16>* x, int64_t room, float* to) {
     vf sums[R][C] = {};

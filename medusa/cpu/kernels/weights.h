@@ -46,7 +46,8 @@ template <class B> static inline vi whole(const B* from) {
 }
 static inline vf floats(vi x) { return __builtin_convertvector(x, vf); }
 
-// A panel is blocks of runs: factors of all its runs, codes of each, numbers of each. They give an output two values in a run:
+// A panel is blocks of runs: factors of the block, codes of each run, numbers of each run. They give an output two values in
+// a run:
 //   no codes   the first factor, the last factor
 //   one        the factor, -factor * code
 //   two        first factor * first code, last factor * second code; the latter negative where numbers have no sign
@@ -161,9 +162,9 @@ static inline void expand(const Eight& numbers, int64_t r, float first, float se
     const vf front = floats(whole(numbers.numbers[r])) * splat(first), back = floats(whole(numbers.numbers[r] + RUN / 2)) * splat(second);
     _mm512_storeu_si512(to, __m512i(_mm512_cvtne2ps_pbh(__m512(back), __m512(front))));
 }
-// Levels of two outputs stand side by side. The first is a multiple of COUNT.
+// Levels of two outputs stand side by side.
 template <int COUNT> static inline void expand(const Four& numbers, int64_t row, const float* first, const float* second, bf16* to, int64_t stride) {
-    row = row / COUNT * COUNT;
+    row = row / COUNT * COUNT;  // as it is: now the compiler knows most shifts
     UNROLLED for (int c = 0; c < COUNT; c += 2) {
         const bool two = c + 1 < COUNT;
         const __m512i levels = __m512i(_mm512_cvtne2ps_pbh(level(first[c + two], second[c + two]), level(first[c], second[c])));
@@ -173,7 +174,7 @@ template <int COUNT> static inline void expand(const Four& numbers, int64_t row,
 }
 #endif
 
-// Brings near what comes behind so many bytes of a panel.
+// Brings near as many bytes as are used now, of those that are used later.
 template <int64_t BYTES> static inline void fetch(const char* from) {
     UNROLLED for (int64_t i = 0; i < BYTES; i += 64) __builtin_prefetch(from + PACKED_AHEAD + i, 0, 2);
 }
