@@ -50,31 +50,35 @@ template <class T> static void check_linear(int64_t outputs, int64_t in) {
 }
 
 // Packed weights: each number against its formula, and sums against those of the same numbers.
-static int64_t number_of(const Four& all, int64_t r, int64_t i) { return all.pairs[r][i / 2] >> i % 2 * 4 & 15; }
+static int64_t number_of(const Four& all, int64_t r, int64_t i) { return all.words[r / 4][i] >> r % 4 * 4 & 15; }
 static int64_t number_of(const Five& all, int64_t r, int64_t i) {
-    return (all.pairs[r][i / 2] >> i % 2 * 4 & 15) | (all.fifth[r] >> i & 1) << 4;
+    return (all.words[r / 4][i] >> r % 4 * 4 & 15) | (all.fifth[r] >> i & 1) << 4;
 }
 static int64_t number_of(const Eight& all, int64_t r, int64_t i) { return all.numbers[r][i]; }
 template <class F, int FACTORS, class C, int CODES, class N>
 static void check_packed(const Form<F, FACTORS, C, CODES, N>&, Packing packing, int64_t outputs, int64_t in, int64_t in_block) {
-    const int64_t panels = (outputs + PANEL - 1) / PANEL, runs = in / RUN, head = runs / in_block * FACTORS * PANEL;
-    const int64_t size = head * sizeof(F) + runs * (CODES * PANEL * sizeof(C) + sizeof(N));
-    std::vector<uint8_t> parts(panels * size);
+    const int64_t panels = (outputs + PANEL - 1) / PANEL, blocks = in / RUN / in_block, head = FACTORS * PANEL * sizeof(F);
+    const int64_t coded = CODES * PANEL * sizeof(C), size = head + in_block * (coded + sizeof(N));  // of a block
+    std::vector<uint8_t> parts(panels * blocks * size);
     for (uint8_t& x : parts) x = uint8_t(generator());
     const auto bias = numbers<bf16>(outputs), x = numbers<bf16>(40 * in);
     const Linear packed{parts.data(), bias.data(), outputs, in, nullptr, packing, in_block};
     std::vector<bf16> weight(outputs * in);
     for (int64_t p = 0; p < panels; p++) {
-        for (int64_t i = 0; i < head; i++) narrow(rounded<bf16>(noise() / 20), (F*)&parts[p * size] + i);  // products are exact
-        const Form<F, FACTORS, C, CODES, N> panel(packed, p);
+        uint8_t* panel = &parts[p * blocks * size];
+        for (int64_t b = 0; b < blocks; b++)
+            for (int64_t i = 0; i < FACTORS * PANEL; i++) narrow(rounded<bf16>(noise() / 20), (F*)(panel + b * size) + i);  // products are exact
         for (int64_t r = 0; r < PANEL && p * PANEL + r < outputs; r++)
             for (int64_t k = 0; k < in; k++) {
-                const auto& factors = panel.factors[k / RUN / in_block];
-                const auto& codes = panel.codes[CODES ? k / RUN : 0];
-                float first = widen(factors[0][r]), second = widen(factors[FACTORS - 1][r]);
-                if (CODES == 1) second = -first * codes[0][r];
-                if (CODES == 2) first *= codes[0][r], second *= codes[CODES - 1][r] * (std::is_same_v<N, Eight> ? 1.f : -1.f);
-                const float q = float(number_of(panel.numbers[k / RUN], r, k % RUN));
+                const int64_t run = k / RUN % in_block;
+                const uint8_t* block = panel + k / RUN / in_block * size;
+                const F* factors = (const F*)block;
+                const C* codes = (const C*)(block + head + run * coded);
+                const N& numbers = ((const N*)(block + head + in_block * coded))[run];
+                float first = widen(factors[r]), second = widen(factors[(FACTORS - 1) * PANEL + r]);
+                if (CODES == 1) second = -first * codes[r];
+                if (CODES == 2) first *= codes[r], second *= codes[PANEL + r] * (std::is_same_v<N, Eight> ? 1.f : -1.f);
+                const float q = float(number_of(numbers, r, k % RUN));
                 const float number = std::is_same_v<N, Eight> ? (k % RUN < RUN / 2 ? first : second) * q : std::fma(first, q, second);
                 narrow(number, &weight[(p * PANEL + r) * in + k]);
             }
@@ -93,9 +97,9 @@ static void check_packed(const Form<F, FACTORS, C, CODES, N>&, Packing packing, 
 static void check_packed(int64_t outputs, int64_t in) {
     const uint8_t nothing[4096] = {};
     for (int64_t packing = SIMPLE_FOUR; packing <= GROUP_EIGHT; packing++) {
-        const bool blocks = packing >= SUPER_FOUR && in % 96 == 0;
+        const int64_t in_block = packing >= SUPER_FOUR && in % (2 * RUN) == 0 ? 2 : 1;
         with_panel(Linear{nothing, nullptr, 1, RUN, nullptr, packing, 1}, 0, [&](const auto& form) {
-            check_packed(form, Packing(packing), outputs, in, blocks ? 3 : 1);
+            check_packed(form, Packing(packing), outputs, in, in_block);
         });
     }
 }
