@@ -55,14 +55,14 @@ static inline vf floats(vi x) { return __builtin_convertvector(x, vf); }
 typedef float Values[2][PANEL];
 template <class F, int FACTORS, class C, int CODES, class N> class Form {
     static constexpr int64_t HEAD = FACTORS * PANEL * sizeof(F), CODED = CODES * PANEL * sizeof(C);
+    static constexpr int64_t BYTES = CODED + sizeof(N);  // of a run
     const int64_t runs, shift;  // runs of a block, and its logarithm
     const char* const from;
     const char* block(int64_t run) const { return from + (run >> shift) * (HEAD + runs * BYTES); }
     int64_t in_block(int64_t run) const { return run & (runs - 1); }
 
   public:
-    static constexpr int64_t BYTES = CODED + sizeof(N);  // of a run
-    static constexpr int64_t WHOLE = HEAD + BYTES;       // of a run that has factors of its own
+    static constexpr int64_t WHOLE = HEAD + BYTES;  // of a run that has factors of its own
 
     Form(const Linear& at, int64_t panel)
         : runs(at.runs), shift(__builtin_ctzll(runs)), from((const char*)at.weight + panel * (at.in / RUN >> shift) * (HEAD + runs * BYTES)) {}

@@ -74,11 +74,11 @@ static void check_packed(const Form<F, FACTORS, C, CODES, N>&, Packing packing, 
                 const uint8_t* block = panel + k / RUN / in_block * size;
                 const F* factors = (const F*)block;
                 const C* codes = (const C*)(block + head + run * coded);
-                const N& numbers = ((const N*)(block + head + in_block * coded))[run];
+                const N& whole = ((const N*)(block + head + in_block * coded))[run];
                 float first = widen(factors[r]), second = widen(factors[(FACTORS - 1) * PANEL + r]);
                 if (CODES == 1) second = -first * codes[r];
                 if (CODES == 2) first *= codes[r], second *= codes[PANEL + r] * (std::is_same_v<N, Eight> ? 1.f : -1.f);
-                const float q = float(number_of(numbers, r, k % RUN));
+                const float q = float(number_of(whole, r, k % RUN));
                 const float number = std::is_same_v<N, Eight> ? (k % RUN < RUN / 2 ? first : second) * q : std::fma(first, q, second);
                 narrow(number, &weight[(p * PANEL + r) * in + k]);
             }
