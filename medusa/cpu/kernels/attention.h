@@ -167,18 +167,26 @@ template <class T, bool TILES> struct Attention {
             });
             scores(rows.count, s.query.data(), s.tree_keys.data(), stride, nodes, s.tree_scores.data());
         }
+        const float scaling = at.softcap > 0 ? 1 : at.scaling;  // above 0
+        int seen_here[BLOCK];
         for (int r = 0; r < rows.count; r++) {
             float* weights = &s.weights[r * SEGMENT];
             const int64_t seen = std::min(rows.shared[r], stop), first = std::max(rows.first[r], start);
+            constexpr int WHOLE = ABREAST * LANES;
+            seen_here[r] = int(std::clamp<int64_t>(rows.last[r] + 1 - start, 0, SEGMENT));
+            const int64_t read = start + (seen_here[r] + WHOLE - 1) / WHOLE * WHOLE;
             for (int64_t p = start; p < std::min(first, stop); p++) weights[p - start] = NOTHING;
-            for (int64_t p = std::max(seen, start); p < stop; p++) weights[p - start] = NOTHING;
+            for (int64_t p = std::max(seen, start); p < read; p++) weights[p - start] = NOTHING;
             if (rows.shared[r] <= rows.last[r]) {
                 int64_t p = rows.last[r];
                 for (int64_t n = rows.node[r]; p >= rows.shared[r] && p >= first; n = rows.parents[n], p--)
                     if (p < stop) weights[p - start] = s.tree_scores[int64_t(r) * stride + n];
             }
-            normalise(weights, int(std::clamp<int64_t>(rows.last[r] + 1 - start, 0, SEGMENT)), top[r], total[r]);
+            if (at.softcap > 0) cap(weights, seen_here[r]);
+            top[r] = largest(weights, seen_here[r]) * scaling;
         }
+        for (int r = 0; r < rows.count; r++)  // the last row's largest score is long known
+            total[r] = weights_of(&s.weights[r * SEGMENT], seen_here[r], scaling, top[r]);
 #ifdef MEDUSA_TILES
         if constexpr (TILES) return accumulate_tiles(rows, b, kv, start, skipped, count, s, sums);
 #endif
@@ -196,25 +204,29 @@ template <class T, bool TILES> struct Attention {
 #undef CALL
     }
 
-    // Scores of a segment to weights: the largest, and what they sum up to. Those from `seen` on are hidden.
-    void normalise(float* weights, int seen, float& top, float& total) const {
-        float scaling = at.scaling;  // above 0
-        if (at.softcap > 0) cap(weights, seen), scaling = 1;
-        vf best = splat(NOTHING), sum = {};
+    // The largest of the scores that are seen.
+    static float largest(const float* scores, int seen) {
+        vf best = splat(NOTHING);
         for (int j = 0; j < seen; j += LANES) {
-            const vf x = load<vf>(weights + j);
+            const vf x = load<vf>(scores + j);
             best = x > best ? x : best;
         }
-        top = across(best, [](vf a, vf b) { return a > b ? a : b; }) * scaling;
-        if (top == NOTHING) return std::fill(weights, weights + SEGMENT, 0.f);
+        return across(best, [](vf a, vf b) { return a > b ? a : b; });
+    }
+
+    // Scores to weights, relative to the largest, and what they sum up to. Those from `seen` on are hidden.
+    static float weights_of(float* scores, int seen, float scaling, float top) {
+        if (top == NOTHING) seen = 0;
+        vf sum = {};
         int j = 0;
-        for (; j < seen; j += LANES) {
-            const vf x = exponential(fma(load<vf>(weights + j), splat(scaling), splat(-top)));
-            store(weights + j, x);
-            sum += x;
+        for (; j < seen; j += ABREAST * LANES) {
+            vf x[ABREAST];
+            UNROLLED for (int i = 0; i < ABREAST; i++) x[i] = fma(load<vf>(scores + j + i * LANES), splat(scaling), splat(-top));
+            exponential(x);
+            UNROLLED for (int i = 0; i < ABREAST; i++) store(scores + j + i * LANES, x[i]), sum += x[i];
         }
-        std::fill(weights + j, weights + SEGMENT, 0.f);
-        total = across(sum, [](vf a, vf b) { return a + b; });
+        for (; j < SEGMENT; j += LANES) store(scores + j, vf{});
+        return across(sum, [](vf a, vf b) { return a + b; });
     }
 
     // Scores are scaled, and bent to stay below a cap.

@@ -104,7 +104,7 @@ template <int C> static void weigh_group(const float* weights, const bf16* const
 static void weigh_group(const float* weights, const bf16* const* values, int dim, float* sums) {
     constexpr int WIDE = VECTORS * LANES;
     alignas(64) float nearest[DEPTH];
-    for (int j = 0; j < DEPTH; j += LANES) store(nearest + j, near(load<vf>(weights + j)));
+    for (int j = 0; j < DEPTH; j += LANES) store(nearest + j, rounded(load<vf>(weights + j), bf16()));
     int d = 0;
     for (; d + WIDE <= dim; d += WIDE) weigh_group<VECTORS>(nearest, values, d, 0, sums + d);
     for (; d < dim; d += LANES) weigh_group<1>(nearest, values, d, dim - d, sums + d);

@@ -33,7 +33,7 @@ template <class T> static int words(int64_t dim) { return int(dim + Score<T>::PE
 template <class T> static inline void spread(vu word, uint32_t* to, int stride) {
     if constexpr (sizeof(T) == 4 || PAIRS<T>) store(to, word);
     else if constexpr (std::is_same_v<T, f16>)
-        store(to, from_f16(__builtin_convertvector(word & 0xffff, vh))), store(to + stride, from_f16(__builtin_convertvector(word >> 16, vh)));
+        store(to, from_f16(narrowed(word & 0xffff))), store(to + stride, from_f16(narrowed(word >> 16)));
     else store(to, word << 16), store(to + stride, word & 0xffff0000u);
 }
 
@@ -46,7 +46,7 @@ template <class T> static void turn(const T* keys, int64_t step, int count, int 
             vu rows[LANES];
             const T* key = keys + first * step + d;
             if (first + LANES <= count && d + PER_VECTOR <= dim)
-                for (int i = 0; i < LANES; i++) rows[i] = load<vu>(key + i * step);
+                UNROLLED for (int i = 0; i < LANES; i++) rows[i] = load<vu>(key + i * step);
             else
                 for (int i = 0; i < LANES; i++) {
                     T part[PER_VECTOR] = {};
@@ -55,7 +55,7 @@ template <class T> static void turn(const T* keys, int64_t step, int count, int 
                 }
             transpose(rows);
             uint32_t* words = to + int64_t(d / Score<T>::PER_WORD) * stride + first;
-            for (int i = 0; i < LANES; i++) spread<T>(rows[i], words + int64_t(i) * ROWS_OF_WORD * stride, stride);
+            UNROLLED for (int i = 0; i < LANES; i++) spread<T>(rows[i], words + int64_t(i) * ROWS_OF_WORD * stride, stride);
         }
 }
 

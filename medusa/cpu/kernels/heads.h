@@ -82,9 +82,11 @@ template <class T, class W> class Draft {  // W: how weights are met
             W::linear(at.into[b], x.data(), rows, middle.data(), at.inner, first, last);
             for (int64_t r = 0; r < rows; r++) {
                 float* row = &middle[r * at.inner + first];
-                for_vectors(last - first, [&](int64_t i, int here) {
-                    const vf x = ::wide(row + i, here);
-                    put(rounded(x * sigmoid(x), T()), row + i, here);
+                for_abreast(last - first, [&](int64_t i, auto count, int here) {
+                    vf x[count];
+                    UNROLLED for (int j = 0; j < count; j++) x[j] = ::wide(row + i + j * LANES, here);
+                    silu<T>(x);
+                    UNROLLED for (int j = 0; j < count; j++) put(x[j], row + i + j * LANES, here);
                 });
                 W::arrange(row, last - first, gated.data(), wide_inner, r, first);
             }

@@ -41,38 +41,29 @@ constexpr int64_t COLUMNS = 384;   // of gates that are computed at a time, at l
 constexpr int64_t MIDDLE = 65536;  // numbers that stay in a core's cache
 constexpr int64_t FEW = 16;        // rows that every thread arranges for itself: sooner done than waited for
 
-// Numbers of the residual stream, to which what is put there is added.
-template <class T> struct Sum {
-    float *at, factor;
-    Sum operator+(int64_t n) const { return {at + n, factor}; }
-};
-template <class T> static inline void put(vf x, Sum<T> to, int count) {
-    put(rounded(wide(to.at, count) + rounded(x * splat(to.factor), T()), T()), to.at, count);
-}
-template <class T> static inline void narrow(float x, Sum<T> to) { *to.at = rounded<T>(*to.at + rounded<T>(x * to.factor)); }
-
 template <class T, class W> class Run {  // W: how its weights are met
     const Pass& at;
     static constexpr int64_t GROUP = W::rows(1);  // rows that are arranged together where they are many
     const int64_t rows = at.firsts[at.batch] - at.computed * at.batch;
     const int64_t wide_hidden = W::room(at.hidden), wide_inner = W::room(at.inner);
     const int64_t queries = at.heads * at.dim, keys = at.kv_heads * at.dim, wide_queries = W::room(queries);
-    Buffer<float> stream;
-    Buffer<T> projected;
+    Buffer<T> stream, projected;
     Buffer<typename W::number> x, gated;
     std::vector<T> query, attended;
     std::vector<int64_t> positions, places;  // of each row in its text, and in the cache
     typedef Team::Member Member;
 
     // A row divided by its root mean square, times a weight.
-    template <class N> static void normed(const N* from, const T* weight, int64_t count, float epsilon, float* to) {
-        vf squares = {};
-        for_vectors(count, [&](int64_t i, int here) {
-            const vf numbers = wide(from + i, here);
-            squares = fma(numbers, numbers, squares);
+    template <class N> static void normed(const T* from, const T* weight, int64_t count, float epsilon, N* to) {
+        vf squares[ABREAST] = {}, all = {};
+        for_abreast(count, [&](int64_t i, auto vectors, int here) {
+            UNROLLED for (int j = 0; j < vectors; j++) {
+                const vf numbers = wide(from + i + j * LANES, here);
+                squares[j] = fma(numbers, numbers, squares[j]);
+            }
         });
-        float sum = 0;
-        for (int j = 0; j < LANES; j++) sum += squares[j];
+        UNROLLED for (const vf& part : squares) all += part;
+        const float sum = across(all, [](vf a, vf b) { return a + b; });
         const float factor = 1 / std::sqrt(sum / count + epsilon);
         for_vectors(count, [&](int64_t i, int here) {
             put(rounded(wide(weight + i, here) * rounded(wide(from + i, here) * splat(factor), T()), T()), to + i, here);
@@ -183,7 +174,10 @@ template <class T, class W> class Run {  // W: how its weights are met
 
     // Outputs begin .. end of gates, times what they let through, of `count` rows, in `gated`.
     void gate(const Block& block, const typename W::number* from, int64_t count, int64_t begin, int64_t end) {
-        const auto join = [](vf gate, vf up) { return rounded(rounded(gate * sigmoid(gate), T()) * up, T()); };
+        const auto join = [](auto& gates, const auto& ups) {
+            silu<T>(gates);
+            UNROLLED for (size_t j = 0; j < std::size(ups); j++) gates[j] *= ups[j];
+        };
         if constexpr (GROUP > 1)  // as the unit leaves them, empty rows too; fewer rows are put in order first
             if (count > GROUP / 2) return W::gated(block.gate, block.up, from, count, gated.data(), begin, end, join);
         const int64_t most = std::min(columns(count), end - begin);
@@ -196,8 +190,14 @@ template <class T, class W> class Run {  // W: how its weights are met
             W::linear(block.gate, from, count, gates - begin, most, begin, stop);
             W::linear(block.up, from, count, ups - begin, most, begin, stop);
             for (int64_t r = 0; r < count; r++) {
-                for_vectors(stop - begin, [&](int64_t i, int here) {
-                    put(join(wide(gates + r * most + i, here), wide(ups + r * most + i, here)), row + i, here);
+                for_abreast(stop - begin, [&](int64_t i, auto vectors, int here) {
+                    vf gate[vectors], up[vectors];
+                    UNROLLED for (int j = 0; j < vectors; j++) {
+                        gate[j] = wide(gates + r * most + i + j * LANES, here);
+                        up[j] = wide(ups + r * most + i + j * LANES, here);
+                    }
+                    join(gate, up);
+                    UNROLLED for (int j = 0; j < vectors; j++) put(rounded(gate[j], T()), row + i + j * LANES, here);
                 });
                 W::arrange(row, stop - begin, gated.data(), wide_inner, r, begin);
             }
@@ -230,9 +230,8 @@ template <class T, class W> class Run {  // W: how its weights are met
         if (block.tap) member.share(rows, [&](int64_t r) { hand_over(&stream[r * at.hidden], r, block.tap); });
     }
 
-    void hand_over(const float* numbers, int64_t r, int64_t column) {
-        T* to = (T*)at.out + r * at.width + column;
-        for_vectors(at.hidden, [&](int64_t i, int here) { put(wide(numbers + i, here), to + i, here); });
+    void hand_over(const T* numbers, int64_t r, int64_t column) {
+        std::memcpy((T*)at.out + r * at.width + column, numbers, at.hidden * sizeof(T));
     }
 
     int64_t stages() const { return 2 + at.layers * (7 + Work::STAGES + 2 * ((rows + SLAB - 1) / SLAB)); }
@@ -272,9 +271,9 @@ template <class T, class W> class Run {  // W: how its weights are met
             });
             for (int64_t i = 0; i < at.layers; i++) layer(i, work, member);
             member.share(rows, [&](int64_t r) {
-                float* row = &stream[r * at.hidden];
-                if (at.norm) normed(row, (const T*)at.norm, at.hidden, at.epsilon, row);
-                hand_over(row, r, 0);
+                const T* row = &stream[r * at.hidden];
+                if (at.norm) normed(row, (const T*)at.norm, at.hidden, at.epsilon, (T*)at.out + r * at.width);
+                else hand_over(row, r, 0);
             });
         });
     }

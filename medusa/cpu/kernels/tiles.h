@@ -159,10 +159,10 @@ template <class Take> static void many(const Outputs& at, const Outputs& next, c
                     for (int64_t k = from; k < to; k += DEPTH)
                         if (!at.whole(k)) copy(k, kept[(k - from) / DEPTH][half]);
                 });
+            const int64_t begin = 2 * SIDE * b / blocks, end = packed ? begin : 2 * SIDE * (b + 1) / blocks;
             const auto steps = [&](int64_t k, int64_t to) {
                 for (; k < to; k += DEPTH) {
-                    for (int64_t i = 2 * SIDE * b / blocks; i < 2 * SIDE * (b + 1) / blocks && !packed; i += apart)
-                        __builtin_prefetch(coming.row(i) + k + ahead, 0, 2);
+                    for (int64_t i = begin; i < end; i += apart) __builtin_prefetch(coming.row(i) + k + ahead, 0, 2);
                     Pair& weights = kept[(k - from) / DEPTH];
                     if (b == 0 && at.whole(k)) multiply<false>(at, k, weights, here + SIDE * k, more + SIDE * k);
                     else multiply<true>(at, k, weights, here + SIDE * k, more + SIDE * k);
@@ -185,9 +185,6 @@ template <class Take> static void many(const Outputs& at, const Outputs& next, c
     if (rows > blocks * 2 * SIDE - SIDE) take(blocks * 2 * SIDE - SIDE, sums[(blocks + 1) % 2] + 2);
 }
 
-// The nearest numbers that bfloat16 holds.
-static inline vf near(vf x) { return vf(__builtin_convertvector(vh(_mm512_cvtneps_pbh(__m512(x))), vu) << 16); }
-
 // Numbers of even and of odd outputs, rounded: pairs.
 static inline vu pairs(vf even, vf odd) {
     alignas(64) static constexpr uint16_t ORDER[] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
@@ -201,7 +198,7 @@ template <class O> static inline void put_rows(const Linear& at, int64_t n, int 
     vu words[SIDE];
     float bias[2 * SIDE] = {};
     for (int i = 0; at.bias && i < count; i++) bias[i] = widen(((const bf16*)at.bias)[n + i]);
-    for (int i = 0; i < SIDE; i++) {
+    UNROLLED for (int i = 0; i < SIDE; i++) {
         vf even = load<vf>(sum + 2 * i * SIDE), odd = load<vf>(sum + (2 * i + 1) * SIDE);
         if (at.bias) even += splat(bias[2 * i]), odd += splat(bias[2 * i + 1]);
         words[i] = pairs(even, odd);
@@ -209,9 +206,16 @@ template <class O> static inline void put_rows(const Linear& at, int64_t n, int 
     transpose(words);
     for (int64_t r = 0; r < std::min<int64_t>(SIDE, rows); r++) {
         const O to = out + (r * stride + n);
-        const vf even = vf(words[r] << 16), odd = vf(words[r] & 0xffff0000u);
         if constexpr (std::is_same_v<O, bf16*>)
             if (count == 2 * SIDE) { store(to, words[r]); continue; }
+        vf even = vf(words[r] << 16), odd = vf(words[r] & 0xffff0000u);
+        if constexpr (std::is_same_v<O, Sum<bf16>>)
+            if (count == 2 * SIDE) {
+                const vu before = load<vu>(to.at);
+                if (to.factor != 1) even = rounded(even * splat(to.factor), bf16()), odd = rounded(odd * splat(to.factor), bf16());
+                store(to.at, pairs(vf(before << 16) + even, vf(before & 0xffff0000u) + odd));
+                continue;
+            }
         put(SHUFFLE(even, odd, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23), to, count);
         if (count > LANES) put(SHUFFLE(even, odd, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31), to + LANES, count - LANES);
     }
@@ -263,7 +267,7 @@ struct Tiles {
                 words[r] = vu(_mm512_cvtne2ps_pbh(__m512(high), __m512(low)));
             }
             transpose(words);
-            for (int i = 0; i < SIDE; i++) store(pairs + i * DEPTH, words[i]);
+            UNROLLED for (int i = 0; i < SIDE; i++) store(pairs + i * DEPTH, words[i]);
         }
     }
 
@@ -297,28 +301,28 @@ struct Tiles {
         });
     }
 
-    // What join(a gate, what it lets through) gives for outputs first .. last of many rows, arranged as the next layer wants it:
-    // pairs of outputs, row by row, as sums are.
+    // What join(gates, what they let through) makes of gates for outputs first .. last of many rows, rounded and arranged as
+    // the next layer wants it: pairs of outputs, row by row, as sums are.
     template <class Join>
     static void gated(const Linear& gate, const Linear& up, const bf16* x, int64_t rows, bf16* to, int64_t first, int64_t last, Join join) {
-        const Linear* layers[2] = {&gate, &up};
         const int64_t wide_to = room(gate.outputs);
         const auto from = [&](int64_t n) {
             const int count = int(std::min<int64_t>(SIDE, last - n));
             return Outputs{{&gate, &up}, {n, n}, {count, count}};
         };
         each(first, last, SIDE, x, rows, from, [&](int64_t n, int64_t row, const Sums* sums) {
-            bf16* pairs = to + row * wide_to + n * SIDE;
-            const auto one = [&](int i) {
-                vf numbers[2];
-                for (int j = 0; j < 2; j++) {
-                    const bf16* bias = (const bf16*)layers[j]->bias;
-                    const vf sum = load<vf>(sums[j][i]);
-                    numbers[j] = near(bias && n + i < last ? sum + splat(widen(bias[n + i])) : sum);
-                }
-                return vu(join(numbers[0], numbers[1]));
+            bf16* place = to + row * wide_to + n * SIDE;
+            const auto number = [&](const Linear& layer, const Sums& sums, int i) {
+                const bf16* bias = (const bf16*)layer.bias;
+                const vf sum = load<vf>(sums[i]);
+                return rounded(bias && n + i < last ? sum + splat(widen(bias[n + i])) : sum, bf16());
             };
-            for (int i = 0; i < SIDE; i += 2, pairs += DEPTH) store(pairs, one(i) >> 16 | one(i + 1));
+            for (int i = 0; i < SIDE; i += ABREAST) {
+                vf gates[ABREAST], ups[ABREAST];
+                UNROLLED for (int j = 0; j < ABREAST; j++) gates[j] = number(gate, sums[0], i + j), ups[j] = number(up, sums[1], i + j);
+                join(gates, ups);
+                UNROLLED for (int j = 0; j < ABREAST; j += 2, place += DEPTH) store(place, pairs(gates[j], gates[j + 1]));
+            }
         });
     }
 };

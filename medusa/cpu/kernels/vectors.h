@@ -94,6 +94,24 @@ static inline vf fma(vf a, vf b, vf c) {
 #define SHUFFLE4(a, b, ...) __builtin_shuffle(a, b, i4{__VA_ARGS__})
 #endif
 
+// Words of 16 bits as words of 32, and the lower halves of these. (GCC 12 would go by halves of a vector.)
+static inline vu widened(vh x) {
+#if defined(__AVX512F__)
+    return vu(_mm512_cvtepu16_epi32(__m256i(x)));
+#elif defined(__AVX2__)
+    return vu(_mm256_cvtepu16_epi32(__m128i(x)));
+#else
+    return __builtin_convertvector(x, vu);
+#endif
+}
+static inline vh narrowed(vu x) {
+#if defined(__AVX512F__)
+    return vh(_mm512_cvtepi32_epi16(__m512i(x)));
+#else
+    return __builtin_convertvector(x, vh);
+#endif
+}
+
 // Numbers of float16 as floats.
 static inline vf from_f16(vh x) {
 #if defined(__AVX512F__)
@@ -103,7 +121,7 @@ static inline vf from_f16(vh x) {
 #elif defined(__ARM_NEON)
     return vf(vcvt_f32_f16(vreinterpret_f16_u16(uint16x4_t(x))));
 #else
-    const vu all = __builtin_convertvector(x, vu), size = (all & 0x7fff) << 13, power = size & 0xf800000;
+    const vu all = widened(x), size = (all & 0x7fff) << 13, power = size & 0xf800000;
     const vu normal = size + (power == 0xf800000 ? vu{} + (224 << 23) : vu{} + (112 << 23));  // infinities stay such
     const vf denormal = vf(size + (113 << 23)) - splat(0x1p-14f);
     return vf((power == 0 ? vu(denormal) : normal) | (all & 0x8000) << 16);
@@ -123,7 +141,7 @@ static inline vh to_f16(vf x) {
     const vu denormal = vu(vf(size) + splat(0.5f)) - vu(splat(0.5f));  // a sum with 0.5 has steps of 2^-24
     const vu large = size > 0x7f800000 ? vu{} + 0x7e00 : vu{} + 0x7c00;
     const vu number = size >= (143u << 23) ? large : size < (113u << 23) ? denormal : normal;
-    return __builtin_convertvector(number | (all >> 16 & 0x8000), vh);
+    return narrowed(number | (all >> 16 & 0x8000));
 #endif
 }
 
@@ -144,7 +162,7 @@ static inline vf rounded(vf x, bf16) {
 }
 static inline vf rounded(vf x, f16) { return from_f16(to_f16(x)); }
 static inline void put(vf x, float* to) { store(to, x); }
-static inline void put(vf x, bf16* to) { store(to, __builtin_convertvector(vu(x) >> 16, vh)); }  // x is rounded
+static inline void put(vf x, bf16* to) { store(to, narrowed(vu(x) >> 16)); }  // x is rounded
 static inline void put(vf x, f16* to) { store(to, to_f16(x)); }
 template <class T> static inline void put(vf x, T* to, int count) {  // the first numbers only
     if (count >= LANES) return put(x, to);
@@ -152,7 +170,7 @@ template <class T> static inline void put(vf x, T* to, int count) {  // the firs
     put(x, part), std::memcpy(to, part, count * sizeof(T));
 }
 static inline vf wide(const float* from) { return load<vf>(from); }
-static inline vf wide(const bf16* from) { return vf(__builtin_convertvector(load<vh>(from), vu) << 16); }
+static inline vf wide(const bf16* from) { return vf(widened(load<vh>(from)) << 16); }
 static inline vf wide(const f16* from) { return from_f16(load<vh>(from)); }
 template <class T> static inline vf wide(const T* from, int count) {  // the first numbers only, zeros behind them
     if (count >= LANES) return wide(from);
@@ -160,27 +178,42 @@ template <class T> static inline vf wide(const T* from, int count) {  // the fir
     std::memcpy(part, from, count * sizeof(T));
     return wide(part);
 }
+// Vectors that go through a long computation together: a step of one waits for the step before.
+constexpr int ABREAST = LANES == 8 ? 2 : 4;
+#define EACH UNROLLED for (int i = 0; i < N; i++)
+
 // Calls use(i, how many numbers there) for the vectors of so many numbers; of whole ones the compiler knows it.
 template <class Use> static inline void for_vectors(int64_t count, Use use) {
     int64_t i = 0;
     for (; i + LANES <= count; i += LANES) use(i, LANES);
     if (i < count) use(i, int(count - i));
 }
+// Calls use(i, how many vectors there, how many numbers in each).
+template <class Use> static inline void for_abreast(int64_t count, Use use) {
+    int64_t i = 0;
+    for (; i + ABREAST * LANES <= count; i += ABREAST * LANES) use(i, std::integral_constant<int, ABREAST>(), LANES);
+    for_vectors(count - i, [&](int64_t more, int here) { use(i + more, std::integral_constant<int, 1>(), here); });
+}
 
 // e^x for x <= 0, after Cephes: 2 units in the last place; 0 below -87.
+template <int N> [[gnu::always_inline]] static inline void exponential(vf (&x)[N]) {
+    vf shifted[N], r[N], y[N];
+    EACH shifted[i] = fma(x[i], splat(1.44269504f), splat(12582912.f));  // the whole power of 2 stands in its last bits
+    EACH y[i] = shifted[i] - splat(12582912.f);
+    EACH r[i] = fma(y[i], splat(-0.693359375f), x[i]);
+    EACH r[i] = fma(y[i], splat(2.12194440e-4f), r[i]);
+    EACH y[i] = fma(splat(1.9875691500e-4f), r[i], splat(1.3981999507e-3f));
+    EACH y[i] = fma(y[i], r[i], splat(8.3334519073e-3f));
+    EACH y[i] = fma(y[i], r[i], splat(4.1665795894e-2f));
+    EACH y[i] = fma(y[i], r[i], splat(1.6666665459e-1f));
+    EACH y[i] = fma(y[i], r[i], splat(5.0000001201e-1f));
+    EACH y[i] = fma(y[i] * r[i], r[i], r[i]) + splat(1.f);
+    EACH y[i] = y[i] * vf((vi(shifted[i]) << 23) + (127 << 23));
+    EACH x[i] = x[i] < splat(-87.f) ? vf{} : y[i];
+}
 static inline vf exponential(vf x) {
-    const vf shifted = fma(x, splat(1.44269504f), splat(12582912.f));  // the whole power of 2 stands in its last bits
-    const vf whole = shifted - splat(12582912.f);
-    const vf r = fma(whole, splat(2.12194440e-4f), fma(whole, splat(-0.693359375f), x));
-    vf y = splat(1.9875691500e-4f);
-    y = fma(y, r, splat(1.3981999507e-3f));
-    y = fma(y, r, splat(8.3334519073e-3f));
-    y = fma(y, r, splat(4.1665795894e-2f));
-    y = fma(y, r, splat(1.6666665459e-1f));
-    y = fma(y, r, splat(5.0000001201e-1f));
-    y = fma(y * r, r, r) + splat(1.f);
-    const vf scale = vf((vi(shifted) << 23) + (127 << 23));
-    return x < splat(-87.f) ? vf{} : y * scale;
+    vf one[] = {x};
+    return exponential(one), one[0];
 }
 // The natural logarithm of x > 0 that is no denormal number, after Cephes: 2 units in the last place.
 static inline vf logarithm(vf x) {
@@ -203,9 +236,22 @@ static inline vf logarithm(vf x) {
     return fma(e, splat(0.693359375f), m + y);
 }
 static inline float exponential(float x) { return exponential(splat(x))[0]; }
-static inline vf sigmoid(vf x) {
-    const vf e = exponential(x < vf{} ? x : -x);
-    return (x < vf{} ? e : splat(1.f)) / (splat(1.f) + e);
+// 1 / x for x in [1, 2]: 2 units in the last place.
+static inline vf inverse(vf x) {
+#if defined(__AVX512F__)
+    const vf y = vf(_mm512_rcp14_ps(__m512(x)));  // a division takes as long as all else of a sigmoid
+    return fma(y, fma(-x, y, splat(1.f)), y);
+#else
+    return splat(1.f) / x;
+#endif
+}
+// x times its sigmoid, rounded to T after either.
+template <class T, int N> [[gnu::always_inline]] static inline void silu(vf (&x)[N]) {
+    vf e[N], below[N];
+    EACH e[i] = x[i] < vf{} ? x[i] : -x[i];
+    exponential(e);
+    EACH below[i] = inverse(splat(1.f) + e[i]);
+    EACH x[i] = rounded(x[i] * ((x[i] < vf{} ? e[i] : splat(1.f)) * below[i]), T());
 }
 
 // All lanes joined by an operation that does not ask for their order, or in one fixed order.
@@ -220,15 +266,15 @@ template <class Join> static inline float across(vf x, Join join) {
 }
 
 // LANES vectors of LANES words change rows for columns.
-template <int S, int... J> static inline void swap_blocks(vu* rows, std::integer_sequence<int, J...>) {
-    for (int i = 0; i < LANES; i++)
+template <int S, int... J> [[gnu::always_inline]] static inline void swap_blocks(vu (&rows)[LANES], std::integer_sequence<int, J...>) {
+    UNROLLED for (int i = 0; i < LANES; i++)
         if (!(i & S)) {
             const vu a = rows[i], b = rows[i + S];
             rows[i] = SHUFFLE(a, b, (J & S ? LANES + J - S : J)...);
             rows[i + S] = SHUFFLE(a, b, (J & S ? LANES + J : J + S)...);
         }
 }
-static inline void transpose(vu* rows) {
+[[gnu::always_inline]] static inline void transpose(vu (&rows)[LANES]) {
     constexpr std::make_integer_sequence<int, LANES> all;
     swap_blocks<1>(rows, all), swap_blocks<2>(rows, all);
     if constexpr (LANES >= 8) swap_blocks<4>(rows, all);
