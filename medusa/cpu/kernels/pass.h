@@ -71,8 +71,8 @@ template <class T, class W> class Run {  // W: how its weights are met
     }
 
     // What gives a thread the rows that a linear layer reads, arranged; row(r, to) gives their numbers. Many are arranged
-    // by all threads, few by each thread for itself when it takes its first piece. Several go
-    // together: by itself, a row is stored pair by pair.
+    // by all threads, few by each thread for itself when it takes its first piece. Several go together: by itself, a row
+    // is stored pair by pair.
     template <class Numbers> auto rows_for(Member& member, int64_t in, Numbers row) {
         const auto arrange = [in, row](int64_t first, int64_t count, typename W::number* to) {
             thread_local Buffer<float> numbers;
