@@ -168,13 +168,12 @@ template <class T, bool TILES> struct Attention {
             scores(rows.count, s.query.data(), s.tree_keys.data(), stride, nodes, s.tree_scores.data());
         }
         const float scaling = at.softcap > 0 ? 1 : at.scaling;  // above 0
-        int seen_here[BLOCK];
+        constexpr int WHOLE = ABREAST * LANES;  // positions whose scores become weights together
+        const auto seen_of = [&](int r) { return int(std::clamp<int64_t>(rows.last[r] + 1 - start, 0, SEGMENT)); };
         for (int r = 0; r < rows.count; r++) {
             float* weights = &s.weights[r * SEGMENT];
             const int64_t seen = std::min(rows.shared[r], stop), first = std::max(rows.first[r], start);
-            constexpr int WHOLE = ABREAST * LANES;
-            seen_here[r] = int(std::clamp<int64_t>(rows.last[r] + 1 - start, 0, SEGMENT));
-            const int64_t read = start + (seen_here[r] + WHOLE - 1) / WHOLE * WHOLE;
+            const int64_t read = start + (seen_of(r) + WHOLE - 1) / WHOLE * WHOLE;
             for (int64_t p = start; p < std::min(first, stop); p++) weights[p - start] = NOTHING;
             for (int64_t p = std::max(seen, start); p < read; p++) weights[p - start] = NOTHING;
             if (rows.shared[r] <= rows.last[r]) {
@@ -182,11 +181,11 @@ template <class T, bool TILES> struct Attention {
                 for (int64_t n = rows.node[r]; p >= rows.shared[r] && p >= first; n = rows.parents[n], p--)
                     if (p < stop) weights[p - start] = s.tree_scores[int64_t(r) * stride + n];
             }
-            if (at.softcap > 0) cap(weights, seen_here[r]);
-            top[r] = largest(weights, seen_here[r]) * scaling;
+            if (at.softcap > 0) cap(weights, seen_of(r));
+            top[r] = largest(weights, seen_of(r)) * scaling;
         }
         for (int r = 0; r < rows.count; r++)  // the last row's largest score is long known
-            total[r] = weights_of(&s.weights[r * SEGMENT], seen_here[r], scaling, top[r]);
+            total[r] = weights_of(&s.weights[r * SEGMENT], seen_of(r), scaling, top[r]);
 #ifdef MEDUSA_TILES
         if constexpr (TILES) return accumulate_tiles(rows, b, kv, start, skipped, count, s, sums);
 #endif
@@ -211,7 +210,7 @@ template <class T, bool TILES> struct Attention {
             const vf x = load<vf>(scores + j);
             best = x > best ? x : best;
         }
-        return across(best, [](vf a, vf b) { return a > b ? a : b; });
+        return ::largest(best);
     }
 
     // Scores to weights, relative to the largest, and what they sum up to. Those from `seen` on are hidden.
@@ -226,7 +225,7 @@ template <class T, bool TILES> struct Attention {
             UNROLLED for (int i = 0; i < ABREAST; i++) store(scores + j + i * LANES, x[i]), sum += x[i];
         }
         for (; j < SEGMENT; j += LANES) store(scores + j, vf{});
-        return across(sum, [](vf a, vf b) { return a + b; });
+        return ::sum(sum);
     }
 
     // Scores are scaled, and bent to stay below a cap.

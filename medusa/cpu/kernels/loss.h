@@ -28,7 +28,7 @@ template <class T> class Losses {
         for (int64_t first = 0; first < room; first += RUN) {
             vf part = {};
             for (int64_t i = first; i < std::min(room, first + RUN); i += LANES) part += add(i);
-            all += across(part, [](vf a, vf b) { return a + b; });
+            all += ::sum(part);
         }
         return all;
     }
@@ -41,7 +41,7 @@ template <class T> class Losses {
             const vf x = wide(row + i);
             most = x > most ? x : most;
         }
-        largest = across(most, [](vf a, vf b) { return a > b ? a : b; });
+        largest = ::largest(most);
         for (int64_t i = whole; i < columns; i++) largest = std::max(largest, widen(row[i]));
         const vf below = splat(largest);
         const double all = sum([&](int64_t i) {

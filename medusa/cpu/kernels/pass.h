@@ -63,8 +63,7 @@ template <class T, class W> class Run {  // W: how its weights are met
             }
         });
         UNROLLED for (const vf& part : squares) all += part;
-        const float sum = across(all, [](vf a, vf b) { return a + b; });
-        const float factor = 1 / std::sqrt(sum / count + epsilon);
+        const float factor = 1 / std::sqrt(sum(all) / count + epsilon);
         for_vectors(count, [&](int64_t i, int here) {
             put(rounded(wide(weight + i, here) * rounded(wide(from + i, here) * splat(factor), T()), T()), to + i, here);
         });

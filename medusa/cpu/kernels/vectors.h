@@ -264,6 +264,8 @@ template <class Join> static inline float across(vf x, Join join) {
     if constexpr (LANES >= 8) x = joined<4>(x, join, all);
     return joined<1>(joined<2>(x, join, all), join, all)[0];
 }
+static inline float largest(vf x) { return across(x, [](vf a, vf b) { return a > b ? a : b; }); }
+static inline float sum(vf x) { return across(x, [](vf a, vf b) { return a + b; }); }
 
 // LANES vectors of LANES words change rows for columns.
 template <int S, int... J> [[gnu::always_inline]] static inline void swap_blocks(vu (&rows)[LANES], std::integer_sequence<int, J...>) {
