@@ -8,90 +8,30 @@
 //
 // Rows of all query heads that share a key head share each load of a key.
 #pragma once
-#include <memory>
-
+#include "attention_rows.h"
 #include "attention_tiles.h"
-#include "attention_vectors.h"
-#include "table.h"
 #include "team.h"
-#include "tree.h"
 
-struct Layer {
-    int64_t batch, heads, kv_heads, dim, dim_v;
-    const int64_t *lengths, *parents, *firsts;  // [batch], [nodes], [batch + 1] where the nodes of each sequence begin
-    int64_t computed;                           // nodes of each sequence that were computed before: rows are the others
-    int64_t together;                           // 1 = nodes of a sequence see all of them, in the order of their places
-    Table table;                                // of keys [places, key heads, D] and values [places, key heads, Dv]
-    int64_t window, chunk;                      // 0 = none
-    int64_t q_row, q_head;                      // strides of queries
-    const float* sinks;
-    float scaling, softcap;
-    int64_t count(int64_t b) const { return firsts[b + 1] - firsts[b]; }
-    int64_t rows(int64_t b) const { return count(b) - computed; }
-    int64_t row(int64_t b, int64_t node) const { return firsts[b] + node - (b + 1) * computed; }
-    const int64_t* parents_of(int64_t b) const { return parents + firsts[b]; }
-    int64_t groups() const { return heads / kv_heads; }
-    int64_t key_step() const { return kv_heads * dim; }
-    int64_t value_step() const { return kv_heads * dim_v; }
-    int width() const { return (int(dim_v) + LANES - 1) / LANES * LANES; }
-};
-
-// What the rows of one block see. A row is a node under one of the query heads of a key head.
-struct Rows {
-    int64_t length;
-    const int64_t* parents;
-    int count, node[BLOCK], head[BLOCK];
-    int64_t first[BLOCK], shared[BLOCK], last[BLOCK];  // positions: the first seen, where ancestors leave their places, own
-    int64_t from = INT64_MAX, to = 0;                  // of all rows
+// What rows attend to in a segment: `count` positions from start + skipped on that they may see together, and their own
+// ancestors.
+struct Part {
+    const Rows& rows;
+    const uint32_t* query;  // of all rows, arranged
+    int64_t b, kv, start;
+    int skipped, count;
+    bool whole;  // every row sees all positions of the segment together with the others
+    // Whether a row has ancestors of its own, or itself, below a position.
+    bool own(int r, int64_t stop) const { return rows.shared[r] <= rows.last[r] && rows.shared[r] < stop && rows.last[r] >= start; }
 };
 
 struct Scratch {
-    Buffer<uint32_t> query, keys, tree_keys, pairs;
+    std::vector<Buffer<uint32_t>> queries;
+    std::vector<int64_t> arranged;  // units of which these are
+    Buffer<uint32_t> keys, pairs;
     Buffer<float> weights, tree_scores, sums, all;
-    Buffer<bf16> halves;
-};
-
-// Rows of one sequence under one key head, at most BLOCK of them.
-struct Unit {
-    int64_t b, kv, block;
-};
-
-// How a team shares a layer. Few rows: segments are spread over the threads too. Either way the same numbers are merged
-// in the same order.
-struct Work {
-    static constexpr int STAGES = 2;
-    std::vector<Unit> units;
-    std::vector<int64_t> first;           // [batch] where the nodes of a sequence begin in
-    std::vector<int64_t> depth, leading;  // of each node, and its ancestors from the root on, itself too, in their own places
-    int64_t segments = 1, rows = 0;  // of a unit, at most
-    bool apart;
-    std::unique_ptr<float[]> partial;
-
-    Work(const Layer& at, int threads) {
-        for (int64_t b = 0; b < at.batch; b++) {
-            const int64_t count = at.rows(b) * at.groups();
-            segments = std::max(segments, (at.lengths[b] + at.count(b) - 1) / SEGMENT + 1);
-            rows = std::max(rows, std::min<int64_t>(BLOCK, count));
-            walk(at.parents_of(b), at.count(b));
-            for (int64_t kv = 0; kv < at.kv_heads; kv++)
-                for (int64_t block = 0; block * BLOCK < count; block++) units.push_back({b, kv, block});
-        }
-        apart = int64_t(units.size()) < 4 * threads && threads > 1 && segments > 1;
-        if (apart) partial.reset(new float[units.size() * segments * part(at)]);
-    }
-    int64_t part(const Layer& at) const { return rows * (at.width() + 2); }  // numbers of one segment of a unit
-
-  private:
-    void walk(const int64_t* parents, int64_t count) {
-        first.push_back(depth.size());
-        depth.resize(first.back() + count), leading.resize(first.back() + count, 1);
-        int64_t *depths_here = &depth[first.back()], *leads = &leading[first.back()];
-        depths(parents, count, depths_here);
-        for (int64_t n = 1; n < count; n++) {
-            const int64_t p = parents[n];
-            leads[n] = leads[p] + (leads[p] == depths_here[n] && depths_here[n] == n);
-        }
-    }
+    Buffer<bf16> zeros;
+    const bf16* values[SEGMENT];  // for the matrix unit: where they stand, and
+    bool together[SEGMENT / 32];  // which groups of them it takes
 };
 
 // TILES: by the matrix unit, which every thread has.
@@ -110,131 +50,109 @@ template <class T, bool TILES> struct Attention {
     // Words of a query or a key.
     int size() const { return TILES ? (words<T>(at.dim) + 15) / 16 * 16 : words<T>(at.dim); }
 
-    Rows begin(const Work& work, const Unit& unit, Scratch& s) const {
-        const auto [b, kv, block] = unit;
-        Rows rows;
-        rows.length = at.lengths[b], rows.parents = at.parents_of(b);
-        const int64_t *depth = &work.depth[work.first[b]], *leading = &work.leading[work.first[b]];
+    // Queries of a unit's rows, as scores want them.
+    void arrange(const Unit& unit, const Rows& rows, Buffer<uint32_t>& to) const {
         const int size = this->size();
-        grow(s.query, BLOCK * size);
-        int64_t first = block * BLOCK, groups = at.groups();
-        rows.count = int(std::clamp<int64_t>(at.rows(b) * groups - first, 0, BLOCK));
-        for (int r = 0; r < rows.count; r++) {
-            int64_t n = at.computed + (first + r) / groups, h = kv * groups + (first + r) % groups;
-            int64_t p = rows.length + (at.together ? at.count(b) - 1 : depth[n]);
-            rows.node[r] = int(n), rows.head[r] = int(h), rows.last[r] = p;
-            rows.shared[r] = rows.length + (at.together ? at.count(b) : leading[n]);
-            rows.first[r] = at.window ? std::max<int64_t>(0, p - at.window + 1) : at.chunk ? p / at.chunk * at.chunk : 0;
-            rows.from = std::min(rows.from, rows.first[r]), rows.to = std::max(rows.to, p + 1);
-            const T* q = query + h * at.q_head + at.row(b, n) * at.q_row;
-            uint32_t* to = &s.query[r * size];
+        grow(to, BLOCK * size);
+        const auto put = [&](int r, uint32_t* to) {
+            const T* q = query + (unit.kv * at.groups() + rows.head[r]) * at.q_head + at.row(unit.b, rows.node[r]) * at.q_row;
             if constexpr (PAIRS<T>) std::fill(to + at.dim / 2, to + size, 0), std::memcpy(to, q, at.dim * sizeof(T));
             else for (int64_t d = 0; d < at.dim; d++) to[d] = bits(widen(q[d]));
+        };
+#ifdef MEDUSA_TILES
+        if constexpr (TILES) {
+            alignas(64) uint32_t group[SIDE * size];
+            for (int r = 0; r < rows.count; r += SIDE) {
+                for (int i = r; i < std::min(r + SIDE, rows.count); i++) put(i, group + (i - r) * size);
+                turn_queries(group, size, &to[r]);
+            }
+            return;
         }
-        return rows;
+#endif
+        for (int r = 0; r < rows.count; r++) put(r, &to[r * size]);
     }
 
     // One segment: the largest score of each row, the sum of its weights, and the weighted sum of values [rows][width].
-    void segment(const Rows& rows, int64_t b, int64_t kv, int64_t index, Scratch& s, float* top, float* total, float* sums) const {
+    void segment(const Unit& unit, const Rows& rows, const uint32_t* query, int64_t index, Scratch& s, float* top, float* total, float* sums) const {
         const int64_t start = index * SEGMENT, stop = start + SEGMENT;
-        const int dim = int(at.dim), width = at.width();
         std::fill(top, top + rows.count, NOTHING), std::fill(total, total + rows.count, 0.f);
-        std::fill(sums, sums + rows.count * width, 0.f);
         if (stop <= rows.from || start >= rows.to) return;
-        int64_t shared = 0;
-        bool tails = false;
+        int64_t shared = 0, first = 0, last = stop;
         for (int r = 0; r < rows.count; r++) {
-            shared = std::max(shared, rows.shared[r]);
-            tails |= rows.shared[r] <= rows.last[r] && rows.last[r] >= start;
+            shared = std::max(shared, rows.shared[r]), first = std::max(first, rows.first[r]);
+            last = std::min(last, std::min(rows.shared[r], rows.last[r] + 1));
         }
         const int64_t low = std::max(start, rows.from);
         const int skipped = int(low - start) / LANES * LANES;  // positions that no row sees: a window has passed
         const int count = int(std::max<int64_t>(0, std::min(stop, shared) - start - skipped));
-        grow(s.keys, (at.dim + 2 * LANES) * SEGMENT), grow(s.weights, BLOCK * SEGMENT);
-        if (count > 0) {
-            const int64_t first = start + skipped;
-            at.table.runs(first, first + count, [&](int64_t p, int run) {
-                expect(value_at(b, kv, p), at.value_step(), run, at.dim_v);
-                turn(key_at(b, kv, p), at.key_step(), run, dim, s.keys.data() + (p - first), SEGMENT);
-            });
-            scores(rows.count, s.query.data(), s.keys.data(), SEGMENT, count, &s.weights[skipped]);
+        const Part part{rows, query, unit.b, unit.kv, start, skipped, count, first <= start && last == stop};
+        grow(s.weights, BLOCK * SEGMENT);
+#ifdef MEDUSA_TILES
+        if constexpr (TILES) {
+            pair_values(part, s);
+            for (int r = 0; r < rows.count; r += SIDE) {
+                const int end = std::min(r + SIDE, rows.count);
+                weights(part, r, end, s, top, total);
+                accumulate_tiles(part, r, end, s, sums);
+            }
+            return;
         }
-        const int nodes = int(at.count(b)), stride = (nodes + 2 * LANES - 1) / LANES * LANES;  // a run may end beyond nodes
+#endif
+        weights(part, 0, rows.count, s, top, total);
+        accumulate(part, s, sums);
+    }
+
+    // Weights of rows r .. end - 1, the largest score and the sum of weights of each.
+    void weights(const Part& part, int r, int end, Scratch& s, float* top, float* total) const {
+        const Rows& rows = part.rows;
+        const int64_t start = part.start, stop = start + SEGMENT;
+        if (part.count > 0) scores(part, r, end, start + part.skipped, part.count, s, &s.weights[part.skipped], SEGMENT);
+        const int nodes = int(at.count(part.b)), stride = (nodes + 2 * LANES - 1) / LANES * LANES;  // a run may end beyond nodes
+        bool tails = false;
+        for (int i = r; i < end; i++) tails |= part.own(i, stop);
         if (tails) {
-            grow(s.tree_keys, int64_t(dim + 2 * LANES) * stride), grow(s.tree_scores, int64_t(BLOCK) * stride);
-            at.table.runs(rows.length, rows.length + nodes, [&](int64_t p, int run) {
-                turn(key_at(b, kv, p), at.key_step(), run, dim, s.tree_keys.data() + (p - rows.length), stride);
-            });
-            scores(rows.count, s.query.data(), s.tree_keys.data(), stride, nodes, s.tree_scores.data());
+            grow(s.tree_scores, int64_t(BLOCK) * stride);
+            scores(part, r, end, rows.length, nodes, s, s.tree_scores.data(), stride);
         }
         const float scaling = at.softcap > 0 ? 1 : at.scaling;  // above 0
         constexpr int WHOLE = ABREAST * LANES;  // positions whose scores become weights together
-        const auto seen_of = [&](int r) { return int(std::clamp<int64_t>(rows.last[r] + 1 - start, 0, SEGMENT)); };
-        for (int r = 0; r < rows.count; r++) {
-            float* weights = &s.weights[r * SEGMENT];
-            const int64_t seen = std::min(rows.shared[r], stop), first = std::max(rows.first[r], start);
-            const int64_t read = start + (seen_of(r) + WHOLE - 1) / WHOLE * WHOLE;
-            for (int64_t p = start; p < std::min(first, stop); p++) weights[p - start] = NOTHING;
-            for (int64_t p = std::max(seen, start); p < read; p++) weights[p - start] = NOTHING;
-            if (rows.shared[r] <= rows.last[r]) {
-                int64_t p = rows.last[r];
-                for (int64_t n = rows.node[r]; p >= rows.shared[r] && p >= first; n = rows.parents[n], p--)
-                    if (p < stop) weights[p - start] = s.tree_scores[int64_t(r) * stride + n];
+        const auto seen_of = [&](int i) { return int(std::clamp<int64_t>(rows.last[i] + 1 - start, 0, SEGMENT)); };
+        for (int i = r; i < end; i++) {
+            float* weights = &s.weights[i * SEGMENT];
+            if (!part.whole) {
+                const int64_t first = std::max(rows.first[i], start), read = start + (seen_of(i) + WHOLE - 1) / WHOLE * WHOLE;
+                for (int64_t p = start; p < std::min(first, stop); p++) weights[p - start] = NOTHING;
+                int64_t hidden = std::max(std::min(rows.shared[i], stop), start);
+                for (; hidden < read && hidden % LANES; hidden++) weights[hidden - start] = NOTHING;
+                for (; hidden < read; hidden += LANES) store(weights + hidden - start, splat(NOTHING));
+                int64_t p = rows.last[i];
+                for (int64_t n = rows.node[i]; part.own(i, stop) && p >= rows.shared[i] && p >= first; n = rows.parents[n], p--)
+                    if (p < stop) weights[p - start] = s.tree_scores[int64_t(i) * stride + n];
             }
-            if (at.softcap > 0) cap(weights, seen_of(r));
-            top[r] = largest(weights, seen_of(r)) * scaling;
+            if (at.softcap > 0) cap(weights, seen_of(i), at.scaling, at.softcap);
+            top[i] = largest_of(weights, seen_of(i)) * scaling;
         }
-        for (int r = 0; r < rows.count; r++)  // the last row's largest score is long known
-            total[r] = weights_of(&s.weights[r * SEGMENT], seen_of(r), scaling, top[r]);
-#ifdef MEDUSA_TILES
-        if constexpr (TILES) return accumulate_tiles(rows, b, kv, start, skipped, count, s, sums);
-#endif
-        accumulate(rows, b, kv, start, stop, skipped, count, s, sums, width);
+        for (int i = r; i < end; i++)  // the last row's largest score is long known
+            total[i] = weights_of<TILES>(&s.weights[i * SEGMENT], seen_of(i), scaling, top[i]);
     }
 
-    // Products of queries with turned keys, [rows][stride].
-    void scores(int rows, const uint32_t* query, const uint32_t* keys, int stride, int count, float* out) const {
+    // Products of queries r .. end - 1 with the keys of positions first .. first + count - 1, [rows][stride].
+    void scores(const Part& part, int r, int end, int64_t first, int count, Scratch& s, float* out, int stride) const {
+        const int dim = int(at.dim);
+#ifdef MEDUSA_TILES
+        if constexpr (TILES)
+            return at.table.runs(first, first + count, [&](int64_t p, int run) {
+                tile_products(part.query + r, end - r, key_at(part.b, part.kv, p), at.key_step(), run, dim, out + r * stride + (p - first), stride);
+            });
+#endif
+        grow(s.keys, int64_t(dim + 2 * LANES) * stride);
+        at.table.runs(first, first + count, [&](int64_t p, int run) {
+            turn(key_at(part.b, part.kv, p), at.key_step(), run, dim, s.keys.data() + (p - first), stride);
+        });
         const int size = this->size();
-#ifdef MEDUSA_TILES
-        if (TILES) return tile_products(query, size, rows, keys, stride, count, out);
-#endif
-#define CALL(R) products<T, R>(query + r * size, keys, size, stride, count, out + int64_t(r) * stride)
-        FOR_TILES(rows, CALL)
+#define CALL(R) products<T, R>(part.query + r * size, s.keys.data(), size, stride, count, out + int64_t(r) * stride)
+        FOR_TILES(end, CALL)
 #undef CALL
-    }
-
-    // The largest of the scores that are seen.
-    static float largest(const float* scores, int seen) {
-        vf best = splat(NOTHING);
-        for (int j = 0; j < seen; j += LANES) {
-            const vf x = load<vf>(scores + j);
-            best = x > best ? x : best;
-        }
-        return ::largest(best);
-    }
-
-    // Scores to weights, relative to the largest, and what they sum up to. Those from `seen` on are hidden.
-    static float weights_of(float* scores, int seen, float scaling, float top) {
-        if (top == NOTHING) seen = 0;
-        vf sum = {};
-        int j = 0;
-        for (; j < seen; j += ABREAST * LANES) {
-            vf x[ABREAST];
-            UNROLLED for (int i = 0; i < ABREAST; i++) x[i] = fma(load<vf>(scores + j + i * LANES), splat(scaling), splat(-top));
-            exponential(x);
-            UNROLLED for (int i = 0; i < ABREAST; i++) store(scores + j + i * LANES, x[i]), sum += x[i];
-        }
-        for (; j < SEGMENT; j += LANES) store(scores + j, vf{});
-        return ::sum(sum);
-    }
-
-    // Scores are scaled, and bent to stay below a cap.
-    void cap(float* scores, int seen) const {
-        for (int j = 0; j < seen; j += LANES) {
-            const vf x = load<vf>(scores + j), y = x * splat(at.scaling) / splat(at.softcap), size = y < vf{} ? -y : y;
-            const vf e = exponential(splat(-2.f) * size), t = (splat(1.f) - e) / (splat(1.f) + e);
-            store(scores + j, x == splat(NOTHING) ? x : splat(at.softcap) * (y < vf{} ? -t : t));
-        }
     }
 
     // Positions from .. to - 1 for R rows from r on: what all of them see together, the rest of each by itself.
@@ -256,9 +174,11 @@ template <class T, bool TILES> struct Attention {
     }
 
     // Shared positions for all rows together, a row's own ancestors behind them.
-    void accumulate(const Rows& rows, int64_t b, int64_t kv, int64_t start, int64_t stop, int skipped, int count, Scratch& s,
-                    float* sums, int width) const {
-        const int64_t from = start + skipped;
+    void accumulate(const Part& part, Scratch& s, float* sums) const {
+        const auto& [rows, query, b, kv, start, skipped, count, whole] = part;
+        const int64_t from = start + skipped, stop = start + SEGMENT;
+        const int width = at.width();
+        std::fill(sums, sums + rows.count * width, 0.f);
         at.table.runs(from, from + count, [&](int64_t p, int run) {
             const T* values = value_at(b, kv, p);
 #define CALL(R) weigh_run<R>(rows, r, start, p, p + run, values, s.weights.data(), sums)
@@ -283,54 +203,69 @@ template <class T, bool TILES> struct Attention {
     }
 
 #ifdef MEDUSA_TILES
-    // The same by the matrix unit: what rows see together, then row by row the groups with positions of its own, or with
-    // numbers that are not finite and may be hidden from it.
-    void accumulate_tiles(const Rows& rows, int64_t b, int64_t kv, int64_t start, int skipped, int count, Scratch& s, float* sums) const {
-        constexpr int GROUPS = SEGMENT / DEPTH;
+    static constexpr int GROUPS = SEGMENT / DEPTH;
+
+    // Values of a part as pairs, for the matrix unit, and which groups of them it takes: those of which every row sees all, and
+    // those whose numbers are finite: what is hidden weighs 0.
+    void pair_values(const Part& part, Scratch& s) const {
+        const auto& [rows, query, b, kv, start, skipped, count, whole] = part;
         const int dim = int(at.dim_v), width = at.width(), end = skipped + count;
-        const int begin = skipped / DEPTH, groups = count > 0 ? (end + DEPTH - 1) / DEPTH : begin;
-        const T* values[SEGMENT] = {};  // of what rows see together
+        const int64_t step = at.value_step();
+        grow(s.zeros, width);
+        std::fill(s.values, s.values + SEGMENT, s.zeros.data()), std::fill(s.together, s.together + GROUPS, false);
         at.table.runs(start + skipped, start + end, [&](int64_t p, int run) {
             const T* first = value_at(b, kv, p);
-            for (int i = 0; i < run; i++) values[p - start + i] = first + i * at.value_step();
+            for (int i = 0; i < run; i++, first += step) s.values[p - start + i] = first;
         });
-        grow(s.pairs, SEGMENT / 2 * width), grow(s.halves, BLOCK * SEGMENT);
-        bool finite[GROUPS];
-        std::fill(finite, finite + GROUPS, true);
-        for (int j = begin * DEPTH; j < groups * DEPTH; j += 2)
-            finite[j / DEPTH] &= pair_up(values[j], values[j + 1], dim, &s.pairs[j / 2 * width]);
-        bool any_apart = std::count(finite, finite + GROUPS, false) > 0;
-        int own[BLOCK];  // the group from which on a row has positions of its own
-        for (int r = 0; r < rows.count; r++) {
-            own[r] = int(std::clamp<int64_t>(rows.shared[r] > rows.last[r] ? SEGMENT : rows.shared[r] - start, 0, SEGMENT)) / DEPTH;
-            any_apart |= own[r] < GROUPS;
-            for (int group = begin; group < groups; group++) {
-                const int place = r * SEGMENT + group * DEPTH;
-                const float* weights = &s.weights[place];
-                const bool together = group < own[r] && finite[group];
-                store(&s.halves[place], together ? _mm512_cvtne2ps_pbh(load<__m512>(weights + LANES), load<__m512>(weights)) : __m512bh());
-            }
+        grow(s.pairs, SEGMENT / 2 * width);
+        for (int j = skipped / DEPTH * DEPTH; j < end; j += DEPTH) {
+            s.together[j / DEPTH] = whole || finite(s.values + j, dim);
+            for (int i = j; i < j + DEPTH; i += 2) pair_up(s.values[i], s.values[i + 1], dim, &s.pairs[i / 2 * width]);
         }
+    }
+
+    // The same by the matrix unit for rows r .. end - 1: what they see together, then row by row the groups with positions of
+    // its own, and those that the unit does not take.
+    void accumulate_tiles(const Part& part, int r, int end, Scratch& s, float* sums) const {
+        constexpr int ROW = 2 * SEGMENT;  // numbers between rows of weights
+        const Rows& rows = part.rows;
+        const int dim = int(at.dim_v), width = at.width();
+        bf16* weights = (bf16*)s.weights.data();
+        alignas(64) bf16 apart[SIDE * GROUPS][DEPTH];
+        struct { int row, group; } places[SIDE * GROUPS];
+        int alone = 0;
+        for (int group = 0; group < GROUPS; group++)
+            for (int i = r; i < end; i++) {
+                const int64_t first = part.start + group * DEPTH, last = first + DEPTH - 1;
+                if (first > rows.last[i] || last < rows.first[i] || (s.together[group] && !part.own(i, last + 1))) continue;
+                bf16* here = weights + i * ROW + group * DEPTH;
+                std::memcpy(apart[alone], here, sizeof *apart), std::memset(here, 0, sizeof *apart);
+                places[alone++] = {i, group};
+            }
         MEMORY_SEEN;
-        for (int d = 0; d < width; d += SIDE) {
+        for (int d = 0; d < width; d += FOUR * SIDE) {
+            const int tiles = std::min(FOUR, (width - d) / SIDE);
             no_sums();
-            for (int group = begin; group < groups; group++)
-                if (finite[group]) meet_tiles(rows.count, &s.halves[group * DEPTH], SEGMENT / 2, &s.pairs[group * SIDE * width + d], width);
-            put_sums(rows.count, sums + d, width, false);
+            for (int group = 0; group < GROUPS; group++)
+                if (s.together[group])
+                    meet_four<true>(weights + r * ROW + group * DEPTH, ROW / 2, tiles, [&](int i) {
+                        return std::pair(&s.pairs[group * SIDE * width + d + i * SIDE], int64_t(width));
+                    });
+            put_four(tiles, sums + r * width + d, width, SIDE);
         }
-        if (!any_apart) return;
+        if (!alone) return;
         const NoDenormals none;
-        for (int r = 0; r < rows.count; r++)
-            for (int group = 0; group < GROUPS; group++) {
-                if ((group < own[r] && finite[group]) || start + group * DEPTH > rows.last[r]) continue;
-                const T* seen[DEPTH] = {};
-                const int64_t from = start + group * DEPTH, low = std::max(from, rows.first[r]);
-                int64_t p = std::min(from + DEPTH - 1, rows.last[r]), n = rows.node[r];
-                for (int64_t up = rows.last[r]; up > p; up--) n = rows.parents[n];
-                for (; p >= low && p >= rows.shared[r]; n = rows.parents[n], p--) seen[p - from] = value_at(b, kv, rows.length + n);
-                for (; p >= low; p--) seen[p - from] = values[p - start];
-                weigh_group(&s.weights[r * SEGMENT + group * DEPTH], seen, dim, sums + r * width);
-            }
+        for (int i = 0, count; i < alone; i += count) {  // rows of a node, under several heads, go together
+            const auto [r, group] = places[i];
+            const T* seen[DEPTH] = {};
+            const int64_t from = part.start + group * DEPTH, low = std::max(from, rows.first[r]);
+            int64_t p = std::min(from + DEPTH - 1, rows.last[r]), n = rows.node[r];
+            for (int64_t up = rows.last[r]; up > p; up--) n = rows.parents[n];
+            for (; p >= low && p >= rows.shared[r]; n = rows.parents[n], p--) seen[p - from] = value_at(part.b, part.kv, rows.length + n);
+            for (; p >= low; p--) seen[p - from] = s.values[p - part.start];
+            for (count = 1; count < 3 && i + count < alone && places[i + count].group == group && rows.node[r + count] == rows.node[r];) count++;
+            with_constant<3>(count, [&](auto some) { weigh_group<decltype(some)::value>(&apart[i], seen, dim, sums + r * width, width); });
+        }
     }
 #endif
 
@@ -351,16 +286,16 @@ template <class T, bool TILES> struct Attention {
                 store(all + r * width + d, fma(load<vf>(all + r * width + d), splat(before[r]), load<vf>(sums + r * width + d) * splat(now[r])));
     }
 
-    void finish(const Rows& rows, int64_t b, float* tops, float* totals, float* all) const {
+    void finish(const Unit& unit, const Rows& rows, float* tops, float* totals, float* all) const {
         const int width = at.width();
         for (int r = 0; r < rows.count; r++) {
             float total = totals[r], factor = 1;
             if (at.sinks) {
-                const float sink = at.sinks[rows.head[r]], best = std::max(sink, tops[r]);
+                const float sink = at.sinks[unit.kv * at.groups() + rows.head[r]], best = std::max(sink, tops[r]);
                 factor = exponential(tops[r] - best);
                 total = total * factor + exponential(sink - best);
             }
-            T* to = out + (at.row(b, rows.node[r]) * at.heads + rows.head[r]) * at.dim_v;
+            T* to = out + (at.row(unit.b, rows.node[r]) * at.heads + unit.kv * at.groups() + rows.head[r]) * at.dim_v;
             for (int d = 0; d < at.dim_v; d += LANES)
                 put(rounded(load<vf>(all + r * width + d) * splat(factor) / splat(total), T()), to + d, int(at.dim_v) - d);
         }
@@ -370,28 +305,43 @@ template <class T, bool TILES> struct Attention {
     void run(Work& work, Team::Member& member) const {
         const int width = at.width();
         thread_local Scratch s;
-        const int64_t units = work.units.size(), part = work.part(at);
+        const int64_t units = work.units.size(), part = work.part(at), kept = work.apart ? units : 1;
+        if (int64_t(s.queries.size()) < kept) s.queries.resize(kept);
+        s.arranged.assign(kept, -1);
+        const auto query_of = [&](int64_t index) {  // arranged once
+            const int64_t place = index % kept;
+            if (s.arranged[place] != index) arrange(work.units[index], work.blocks[work.units[index].rows], s.queries[place]);
+            s.arranged[place] = index;
+            return s.queries[place].data();
+        };
+        const auto with_rows = [&](const Unit& unit, auto use) {  // as far as this layer lets them see
+            const Rows& rows = work.blocks[unit.rows];
+            at.window || at.chunk ? use(rows.seen_by(at)) : use(rows);
+        };
         member.share(work.apart ? units * work.segments : 0, [&](int64_t item) {
             const Unit& unit = work.units[item % units];  // rows of the cache hold all key heads: one thread reads them
             float *top = &work.partial[item * part], *total = top + work.rows;
-            segment(begin(work, unit, s), unit.b, unit.kv, item / units, s, top, total, total + work.rows);
+            with_rows(unit, [&](const Rows& rows) {
+                segment(unit, rows, query_of(item % units), item / units, s, top, total, total + work.rows);
+            });
         });
         member.share(units, [&](int64_t item) {
             const Unit& unit = work.units[item];
-            const Rows rows = begin(work, unit, s);
-            float tops[BLOCK], totals[BLOCK] = {}, top[BLOCK], total[BLOCK];
-            std::fill(tops, tops + BLOCK, NOTHING);
-            s.all.assign(rows.count * width, 0.f), grow(s.sums, BLOCK * width);
-            for (int64_t index = rows.from / SEGMENT; index * SEGMENT < rows.to; index++) {
-                if (work.apart) {
-                    const float* from = &work.partial[(index * units + item) * part];
-                    merge(rows.count, from, from + work.rows, from + 2 * work.rows, tops, totals, s.all.data());
-                } else {
-                    segment(rows, unit.b, unit.kv, index, s, top, total, s.sums.data());
-                    merge(rows.count, top, total, s.sums.data(), tops, totals, s.all.data());
+            with_rows(unit, [&](const Rows& rows) {
+                float tops[BLOCK], totals[BLOCK] = {}, top[BLOCK], total[BLOCK];
+                std::fill(tops, tops + BLOCK, NOTHING);
+                s.all.assign(rows.count * width, 0.f), grow(s.sums, BLOCK * width);
+                for (int64_t index = rows.from / SEGMENT; index * SEGMENT < rows.to; index++) {
+                    if (work.apart) {
+                        const float* from = &work.partial[(index * units + item) * part];
+                        merge(rows.count, from, from + work.rows, from + 2 * work.rows, tops, totals, s.all.data());
+                    } else {
+                        segment(unit, rows, query_of(item), index, s, top, total, s.sums.data());
+                        merge(rows.count, top, total, s.sums.data(), tops, totals, s.all.data());
+                    }
                 }
-            }
-            finish(rows, unit.b, tops, totals, s.all.data());
+                finish(unit, rows, tops, totals, s.all.data());
+            });
         });
     }
 };

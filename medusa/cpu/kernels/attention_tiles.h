@@ -8,77 +8,116 @@
 #include "tiles.h"
 #ifdef MEDUSA_TILES
 
-constexpr int SIDES = BLOCK / SIDE;    // tiles of rows, at most
-static_assert(SIDES == 3 && SEGMENT % DEPTH == 0, "registers 0 to 2 hold sums");
+static_assert(SEGMENT % DEPTH == 0 && BLOCK % SIDE == 0, "whole tiles");
+constexpr int FOUR = 4;  // sums wait long for those before them: so many are computed at a time, in registers 0 to 3
 
-// Adds to the sums of up to three tiles of rows; these and the columns are so many words apart.
-static inline void meet_tiles(int rows, const void* from, int64_t step, const void* columns, int64_t columns_step) {
-    const char* at = (const char*)from;
-    _tile_loadd(7, columns, columns_step * 4);
-    _tile_loadd(4, at, step * 4);
-    _tile_dpbf16ps(0, 4, 7);
-    if (rows > SIDE) {
-        _tile_loadd(5, at + SIDE * step * 4, step * 4);
-        _tile_dpbf16ps(1, 5, 7);
+// Adds products of a tile with each of up to four others to the sums; LEFT: it is the left operand. Rows are so many words apart.
+template <bool LEFT, class Other> static inline void meet_four(const void* one, int64_t step, int count, Other other) {
+#define MEET(I)                                       \
+    if (count > I) {                                  \
+        const auto [at, other_step] = other(I);       \
+        _tile_loadd(7, at, other_step * 4);           \
+        if (LEFT) _tile_dpbf16ps(I, 6, 7);            \
+        else _tile_dpbf16ps(I, 7, 6);                 \
     }
-    if (rows > 2 * SIDE) {
-        _tile_loadd(6, at + 2 * SIDE * step * 4, step * 4);
-        _tile_dpbf16ps(2, 6, 7);
-    }
+    _tile_loadd(6, one, step * 4);
+    MEET(0) MEET(1) MEET(2) MEET(3)
+#undef MEET
 }
 static inline void no_sums() {
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
+    _tile_zero(3);
 }
-template <int TILE> static inline void put_tile(float* to, int64_t step) {
-    if (TILE == 0) _tile_stored(0, to, step * 4);
-    if (TILE == 1) _tile_stored(1, to, step * 4);
-    if (TILE == 2) _tile_stored(2, to, step * 4);
-}
-// Writes the sums of `rows` rows and, where there is room, of those that fill up the last tile.
-static inline void put_sums(int rows, float* to, int64_t step, bool room) {
-    alignas(64) float last[SIDE][SIDE];
-    const int whole = room ? SIDES * SIDE : rows / SIDE * SIDE;
-    const auto put = [&](auto tile) {
-        constexpr int ROW = decltype(tile)::value * SIDE;
-        if (rows <= ROW) return;
-        if (whole > ROW) put_tile<decltype(tile)::value>(to + ROW * step, step);
-        else put_tile<decltype(tile)::value>(last[0], SIDE);
-    };
-    put(std::integral_constant<int, 0>()), put(std::integral_constant<int, 1>()), put(std::integral_constant<int, 2>());
+// Writes up to four tiles of sums, `next` numbers apart.
+static inline void put_four(int count, float* to, int64_t step, int64_t next) {
+    _tile_stored(0, to, step * 4);
+    if (count > 1) _tile_stored(1, to + next, step * 4);
+    if (count > 2) _tile_stored(2, to + 2 * next, step * 4);
+    if (count > 3) _tile_stored(3, to + 3 * next, step * 4);
     MEMORY_SEEN;
-    for (int r = whole; r < rows; r++) std::memcpy(to + r * step, last[r % SIDE], sizeof last[0]);
 }
 
-// Products [rows, count] of queries with turned keys; words of both are a multiple of SIDE, with zeros behind dim.
-static void tile_products(const uint32_t* query, int words, int rows, const uint32_t* keys, int stride, int count, float* out) {
+// A group of queries [SIDE, words] as the unit wants its right operand: columns of BLOCK.
+static void turn_queries(const uint32_t* query, int words, uint32_t* to) {
+    for (int d = 0; d < words; d += SIDE) {
+        vu x[LANES];
+        UNROLLED for (int i = 0; i < LANES; i++) x[i] = load<vu>(query + i * words + d);
+        transpose(x);
+        UNROLLED for (int i = 0; i < LANES; i++) store(to + (d + i) * BLOCK, x[i]);
+    }
     MEMORY_SEEN;
-    for (int k = 0; k < count; k += SIDE) {
+}
+
+// Columns first .. first + 3 of a tile. Words that come from memory four by four ask less of the unit that shuffles.
+static inline void four_columns(const float (*tile)[SIDE], int first, vf (&to)[4]) {
+    const auto words = [&](int i) { return _mm_load_ps(&tile[i][first]); };
+    __m512 x[4];
+    UNROLLED for (int j = 0; j < 4; j++) {
+        x[j] = _mm512_castps128_ps512(words(j));
+        x[j] = _mm512_mask_broadcast_f32x4(x[j], 0x00f0, words(4 + j));
+        x[j] = _mm512_mask_broadcast_f32x4(x[j], 0x0f00, words(8 + j));
+        x[j] = _mm512_mask_broadcast_f32x4(x[j], 0xf000, words(12 + j));
+    }
+    const __m512 a = _mm512_unpacklo_ps(x[0], x[1]), b = _mm512_unpackhi_ps(x[0], x[1]);
+    const __m512 c = _mm512_unpacklo_ps(x[2], x[3]), d = _mm512_unpackhi_ps(x[2], x[3]);
+    to[0] = vf(_mm512_shuffle_ps(a, c, 0x44)), to[1] = vf(_mm512_shuffle_ps(a, c, 0xee));
+    to[2] = vf(_mm512_shuffle_ps(b, d, 0x44)), to[3] = vf(_mm512_shuffle_ps(b, d, 0xee));
+}
+
+// The first numbers of DEPTH, zeros behind them.
+static inline __m512i first_numbers(const bf16* from, int count) {
+    return _mm512_maskz_loadu_epi16(count >= DEPTH ? ~0u : (1u << count) - 1, from);
+}
+
+// Products [rows, count] of at most SIDE turned queries with keys where they stand, `step` numbers apart. A tile of them is
+// [keys, rows].
+static void tile_products(const uint32_t* query, int rows, const bf16* keys, int64_t step, int count, int dim, float* out, int stride) {
+    alignas(64) Sums sums[FOUR];
+    for (int k = 0; k < count; k += FOUR * SIDE) {
+        const int tiles = std::min(FOUR, (count - k + SIDE - 1) / SIDE);
         no_sums();
-        for (int d = 0; d < words; d += SIDE) meet_tiles(rows, query + d, words, keys + int64_t(d) * stride + k, stride);
-        put_sums(rows, out + k, stride, true);
+        for (int d = 0; d < dim; d += DEPTH) {
+            alignas(64) bf16 copies[FOUR][SIDE][DEPTH];
+            meet_four<false>(query + d / 2 * BLOCK, BLOCK, tiles, [&](int i) {
+                const int here = std::min(SIDE, count - k - i * SIDE), numbers = std::min(DEPTH, dim - d);
+                const bf16* at = keys + (k + i * SIDE) * step + d;
+                if (here == SIDE && numbers == DEPTH) return std::pair(at, step / 2);
+                for (int j = 0; j < SIDE; j++) store(copies[i][j], first_numbers(at + j * step, j < here ? numbers : 0));
+                MEMORY_SEEN;
+                return std::pair((const bf16*)copies[i], int64_t(SIDE));
+            });
+        }
+        put_four(tiles, sums[0][0], SIDE, SIDE * SIDE);
+        for (int tile = 0; tile < tiles; tile++)
+            for (int r = 0; r < rows; r += 4) {
+                vf x[4];
+                four_columns(sums[tile], r, x);
+                UNROLLED for (int i = 0; i < 4; i++) store(out + (r + i) * stride + k + tile * SIDE, x[i]);
+            }
     }
 }
 
-// Two rows of values as pairs of numbers; null = zeros. Whether all are finite.
-static inline bool pair_up(const bf16* low, const bf16* high, int dim, uint32_t* to) {
-    static const auto places = [](int first) {
-        alignas(64) uint16_t index[32];
-        for (int i = 0; i < 16; i++) index[2 * i] = first + i, index[2 * i + 1] = 32 + first + i;
-        return load<__m512i>(index);
-    };
-    static const __m512i front = places(0), back = places(16), power = _mm512_set1_epi16(0x7f80);
-    bool finite = true;
-    for (int d = 0; d < dim; d += 32) {
-        const __mmask32 there = dim - d >= 32 ? ~0u : (1u << (dim - d)) - 1;
-        const __m512i a = low ? _mm512_maskz_loadu_epi16(there, low + d) : _mm512_setzero_si512();
-        const __m512i b = high ? _mm512_maskz_loadu_epi16(there, high + d) : _mm512_setzero_si512();
-        store(to + d, _mm512_permutex2var_epi16(a, front, b));
-        if (dim - d > 16) store(to + d + 16, _mm512_permutex2var_epi16(a, back, b));
-        finite &= !(_mm512_cmpeq_epi16_mask(_mm512_and_si512(a, power), power) | _mm512_cmpeq_epi16_mask(_mm512_and_si512(b, power), power));
+// Two rows of values as pairs of numbers.
+static inline void pair_up(const bf16* low, const bf16* high, int dim, uint32_t* to) {
+    const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);  // then halves of lanes give what follows each other
+    for (int d = 0; d < dim; d += DEPTH) {
+        const __m512i a = _mm512_permutexvar_epi64(order, first_numbers(low + d, dim - d));
+        const __m512i b = _mm512_permutexvar_epi64(order, first_numbers(high + d, dim - d));
+        store(to + d, _mm512_unpacklo_epi16(a, b));
+        if (dim - d > 16) store(to + d + 16, _mm512_unpackhi_epi16(a, b));
     }
-    return finite;
+}
+
+// Whether all numbers of a group of values are finite.
+static inline bool finite(const bf16* const* values, int dim) {
+    const __m512i power = _mm512_set1_epi16(0x7f80);
+    __mmask32 infinite = 0;
+    for (int j = 0; j < DEPTH; j++)
+        for (int d = 0; d < dim; d += DEPTH)
+            infinite |= _mm512_cmpeq_epi16_mask(_mm512_and_si512(first_numbers(values[j] + d, dim - d), power), power);
+    return !infinite;
 }
 
 // Numbers that are too small for a normal float are 0, as they are to the unit.
@@ -88,25 +127,29 @@ struct NoDenormals {
     ~NoDenormals() { _mm_setcsr(before); }
 };
 
-// Adds a group's weights times its values to the sums of one row, C vectors of them; null = not seen.
-template <int C> static void weigh_group(const float* weights, const bf16* const* values, int from, int room, float* sums) {
-    vf parts[2][C] = {};
-    for (int j = 0; j < DEPTH; j++) {
+// Adds a group's weights [R, DEPTH] times its values to the sums of R rows, C vectors of them, `width` numbers apart; null = not
+// seen.
+template <int R, int C> static void weigh_group(const float* weights, const bf16* const* values, int from, int room, float* sums, int width) {
+    vf parts[R][2][C] = {};
+    UNROLLED for (int j = 0; j < DEPTH; j++) {
         if (!values[j]) continue;
-        const vf weight = splat(weights[j]);
-        UNROLLED for (int c = 0; c < C; c++) {
-            const vf value = C > 1 ? wide(values[j] + from + c * LANES) : wide(values[j] + from, room);
-            parts[j % 2][c] = fma(weight, value, parts[j % 2][c]);
-        }
+        vf value[C];
+        UNROLLED for (int c = 0; c < C; c++) value[c] = C > 1 ? wide(values[j] + from + c * LANES) : wide(values[j] + from, room);
+        UNROLLED for (int r = 0; r < R; r++)
+            UNROLLED for (int c = 0; c < C; c++) parts[r][j % 2][c] = fma(splat(weights[r * DEPTH + j]), value[c], parts[r][j % 2][c]);
     }
-    UNROLLED for (int c = 0; c < C; c++) store(sums + c * LANES, load<vf>(sums + c * LANES) + (parts[0][c] + parts[1][c]));
+    UNROLLED for (int r = 0; r < R; r++)
+        UNROLLED for (int c = 0; c < C; c++) {
+            float* sum = sums + r * width + c * LANES;
+            store(sum, load<vf>(sum) + (parts[r][0][c] + parts[r][1][c]));
+        }
 }
-static void weigh_group(const float* weights, const bf16* const* values, int dim, float* sums) {
+template <int R> static void weigh_group(const bf16 (*weights)[DEPTH], const bf16* const* values, int dim, float* sums, int width) {
     constexpr int WIDE = VECTORS * LANES;
-    alignas(64) float nearest[DEPTH];
-    for (int j = 0; j < DEPTH; j += LANES) store(nearest + j, rounded(load<vf>(weights + j), bf16()));
+    alignas(64) float nearest[R * DEPTH];
+    for (int j = 0; j < R * DEPTH; j += LANES) store(nearest + j, wide(weights[0] + j));
     int d = 0;
-    for (; d + WIDE <= dim; d += WIDE) weigh_group<VECTORS>(nearest, values, d, 0, sums + d);
-    for (; d < dim; d += LANES) weigh_group<1>(nearest, values, d, dim - d, sums + d);
+    for (; d + WIDE <= dim; d += WIDE) weigh_group<R, VECTORS>(nearest, values, d, 0, sums + d, width);
+    for (; d < dim; d += LANES) weigh_group<R, 1>(nearest, values, d, dim - d, sums + d, width);
 }
 #endif

@@ -59,12 +59,6 @@ template <class T> static void turn(const T* keys, int64_t step, int count, int 
         }
 }
 
-// Lets rows [count, dim] come near before they are asked for.
-template <class T> static inline void expect(const T* rows, int64_t step, int count, int64_t dim) {
-    for (int i = 0; i < count; i++)
-        for (int64_t d = 0; d < dim; d += 64 / sizeof(T)) __builtin_prefetch(rows + i * step + d);
-}
-
 // Products [R, C x LANES] of R queries with turned keys: each a chain along dim.
 template <class T, int R, int C> static void products(const uint32_t* query, const uint32_t* keys, int words, int stride, float* out) {
     vf sums[R][C] = {};
@@ -84,6 +78,52 @@ static void products(const uint32_t* query, const uint32_t* keys, int words, int
     int k = 0;
     for (; k + (VECTORS - 1) * LANES < count; k += VECTORS * LANES) products<T, R, VECTORS>(query, keys + k, words, stride, out + k);
     for (; k < count; k += LANES) products<T, R, 1>(query, keys + k, words, stride, out + k);
+}
+
+// The largest of the scores that are seen.
+static inline float largest_of(const float* scores, int seen) {
+    vf best = splat(NOTHING);
+    for (int j = 0; j < seen; j += LANES) {
+        const vf x = load<vf>(scores + j);
+        best = x > best ? x : best;
+    }
+    return largest(best);
+}
+
+// Scores to weights, relative to the largest, and what they sum up to. Those from `seen` on are hidden. HALVES: weights
+// are rounded to bf16 and stand where the first half of the scores stood.
+template <bool HALVES> static inline float weights_of(float* scores, int seen, float scaling, float top) {
+    if (top == NOTHING) seen = 0;
+    vf sum = {};
+    const auto put = [&](int j, const vf(&x)[ABREAST]) {
+#ifdef __AVX512BF16__
+        if constexpr (HALVES) {
+            UNROLLED for (int i = 0; i < ABREAST; i += 2)
+                store((bf16*)scores + j + i * LANES, _mm512_cvtne2ps_pbh(__m512(x[i + 1]), __m512(x[i])));
+            return;
+        }
+#endif
+        UNROLLED for (int i = 0; i < ABREAST; i++) store(scores + j + i * LANES, x[i]);
+    };
+    int j = 0;
+    for (; j < seen; j += ABREAST * LANES) {
+        vf x[ABREAST];
+        UNROLLED for (int i = 0; i < ABREAST; i++) x[i] = fma(load<vf>(scores + j + i * LANES), splat(scaling), splat(-top));
+        exponential(x);
+        put(j, x);
+        UNROLLED for (int i = 0; i < ABREAST; i++) sum += x[i];
+    }
+    for (; j < SEGMENT; j += ABREAST * LANES) put(j, {});
+    return ::sum(sum);
+}
+
+// Scores are scaled, and bent to stay below a cap.
+static inline void cap(float* scores, int seen, float scaling, float softcap) {
+    for (int j = 0; j < seen; j += LANES) {
+        const vf x = load<vf>(scores + j), y = x * splat(scaling) / splat(softcap), size = y < vf{} ? -y : y;
+        const vf e = exponential(splat(-2.f) * size), t = (splat(1.f) - e) / (splat(1.f) + e);
+        store(scores + j, x == splat(NOTHING) ? x : splat(softcap) * (y < vf{} ? -t : t));
+    }
 }
 
 // Adds weights [R, count] times values [count, C x LANES] to sums: each a chain along positions.

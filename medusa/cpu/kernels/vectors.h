@@ -195,21 +195,20 @@ template <class Use> static inline void for_abreast(int64_t count, Use use) {
     for_vectors(count - i, [&](int64_t more, int here) { use(i + more, std::integral_constant<int, 1>(), here); });
 }
 
-// e^x for x <= 0, after Cephes: 2 units in the last place; 0 below -87.
+// e^x for x <= 0: 2 units in the last place; 0 below -87. A whole power of 2, times the polynomial with the least relative
+// error between -log(2) / 2 and log(2) / 2.
 template <int N> [[gnu::always_inline]] static inline void exponential(vf (&x)[N]) {
     vf shifted[N], r[N], y[N];
     EACH shifted[i] = fma(x[i], splat(1.44269504f), splat(12582912.f));  // the whole power of 2 stands in its last bits
     EACH y[i] = shifted[i] - splat(12582912.f);
     EACH r[i] = fma(y[i], splat(-0.693359375f), x[i]);
     EACH r[i] = fma(y[i], splat(2.12194440e-4f), r[i]);
-    EACH y[i] = fma(splat(1.9875691500e-4f), r[i], splat(1.3981999507e-3f));
-    EACH y[i] = fma(y[i], r[i], splat(8.3334519073e-3f));
-    EACH y[i] = fma(y[i], r[i], splat(4.1665795894e-2f));
-    EACH y[i] = fma(y[i], r[i], splat(1.6666665459e-1f));
-    EACH y[i] = fma(y[i], r[i], splat(5.0000001201e-1f));
-    EACH y[i] = fma(y[i] * r[i], r[i], r[i]) + splat(1.f);
-    EACH y[i] = y[i] * vf((vi(shifted[i]) << 23) + (127 << 23));
-    EACH x[i] = x[i] < splat(-87.f) ? vf{} : y[i];
+    EACH y[i] = fma(splat(8.29031318e-3f), r[i], splat(4.18979377e-2f));
+    EACH y[i] = fma(y[i], r[i], splat(0.166676357f));
+    EACH y[i] = fma(y[i], r[i], splat(0.499991506f));
+    EACH y[i] = fma(y[i], r[i], splat(0.999999702f));
+    EACH y[i] = fma(y[i], r[i], splat(1.f));
+    EACH x[i] = x[i] < splat(-87.f) ? vf{} : vf(vi(y[i]) + (vi(shifted[i]) << 23));
 }
 static inline vf exponential(vf x) {
     vf one[] = {x};
