@@ -195,7 +195,7 @@ template <class Use> static inline void for_abreast(int64_t count, Use use) {
     for_vectors(count - i, [&](int64_t more, int here) { use(i + more, std::integral_constant<int, 1>(), here); });
 }
 
-// e^x for x <= 0: 2 units in the last place; 0 below -87. A whole power of 2, times the polynomial with the least relative
+// e^x for x <= 0: 2.2 units in the last place; 0 below -87. A whole power of 2, times the polynomial with the least relative
 // error between -log(2) / 2 and log(2) / 2.
 template <int N> [[gnu::always_inline]] static inline void exponential(vf (&x)[N]) {
     vf shifted[N], r[N], y[N];
