@@ -126,6 +126,20 @@ def test_where_keys_stand_changes_no_bit_of_exact_sums(nodes, lengths, dtype):
             assert torch.equal(layer.run(exact), expected)
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(dim=33, dim_v=17, kv_heads=1, groups=3, lengths=(140, 31)),
+        Case(dim=80, groups=3, lengths=(140, 31)),
+        Case(window=40, groups=3, lengths=(250, 129)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_exact_sums_of_odd_widths_and_behind_passed_segments(case, dtype):
+    check(build("exact", CPU), case, dtype)
+
+
 def test_the_whole_model_writes_the_same_text(backend, base_directory, make_heads, caplog):
     dtype, steps = dtype_of(backend), 4 if backend.name == "triton" else 10
     prompts = [[5, 9, 40, 41], [7]]

@@ -248,8 +248,8 @@ template <class T, bool TILES> struct Attention {
             no_sums();
             for (int group = 0; group < GROUPS; group++)
                 if (s.together[group])
-                    meet_four<true>(weights + r * ROW + group * DEPTH, ROW / 2, tiles, [&](int i) {
-                        return std::pair(&s.pairs[group * SIDE * width + d + i * SIDE], int64_t(width));
+                    meet_four<true>(weights + r * ROW + group * DEPTH, ROW * 2, tiles, [&](int i) {
+                        return std::pair(&s.pairs[group * SIDE * width + d + i * SIDE], int64_t(width) * 4);
                     });
             put_four(tiles, sums + r * width + d, width, SIDE);
         }

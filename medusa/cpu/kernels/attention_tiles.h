@@ -11,16 +11,17 @@
 static_assert(SEGMENT % DEPTH == 0 && BLOCK % SIDE == 0, "whole tiles");
 constexpr int FOUR = 4;  // sums wait long for those before them: so many are computed at a time, in registers 0 to 3
 
-// Adds products of a tile with each of up to four others to the sums; LEFT: it is the left operand. Rows are so many words apart.
+// Adds products of a tile with each of up to four others to the sums; LEFT: it is the left operand. Rows are so many
+// bytes apart.
 template <bool LEFT, class Other> static inline void meet_four(const void* one, int64_t step, int count, Other other) {
 #define MEET(I)                                       \
     if (count > I) {                                  \
         const auto [at, other_step] = other(I);       \
-        _tile_loadd(7, at, other_step * 4);           \
+        _tile_loadd(7, at, other_step);               \
         if (LEFT) _tile_dpbf16ps(I, 6, 7);            \
         else _tile_dpbf16ps(I, 7, 6);                 \
     }
-    _tile_loadd(6, one, step * 4);
+    _tile_loadd(6, one, step);
     MEET(0) MEET(1) MEET(2) MEET(3)
 #undef MEET
 }
@@ -80,13 +81,13 @@ static void tile_products(const uint32_t* query, int rows, const bf16* keys, int
         no_sums();
         for (int d = 0; d < dim; d += DEPTH) {
             alignas(64) bf16 copies[FOUR][SIDE][DEPTH];
-            meet_four<false>(query + d / 2 * BLOCK, BLOCK, tiles, [&](int i) {
+            meet_four<false>(query + d / 2 * BLOCK, BLOCK * 4, tiles, [&](int i) {
                 const int here = std::min(SIDE, count - k - i * SIDE), numbers = std::min(DEPTH, dim - d);
                 const bf16* at = keys + (k + i * SIDE) * step + d;
-                if (here == SIDE && numbers == DEPTH) return std::pair(at, step / 2);
+                if (here == SIDE && numbers == DEPTH) return std::pair(at, step * 2);
                 for (int j = 0; j < SIDE; j++) store(copies[i][j], first_numbers(at + j * step, j < here ? numbers : 0));
                 MEMORY_SEEN;
-                return std::pair((const bf16*)copies[i], int64_t(SIDE));
+                return std::pair((const bf16*)copies[i], int64_t(DEPTH * 2));
             });
         }
         put_four(tiles, sums[0][0], SIDE, SIDE * SIDE);
