@@ -46,6 +46,9 @@ def faster_dtype(base: BaseModel) -> torch.dtype:
     if base.fused:
         logger.info("dtype %s: that of the checkpoint, since our kernels compute its pass", _name(own))
         return own
+    if base.packed:
+        logger.info("dtype %s: that of the checkpoint, since its weights stay packed", _name(own))
+        return own
     try:
         times = _layer_seconds(base, (own, *OTHERS[own]))
     except FAILURES as error:

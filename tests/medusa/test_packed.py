@@ -19,6 +19,7 @@ from medusa.budget.shape import read_shape
 from medusa.cpu.gguf_types import KINDS
 from medusa.cpu.native import NativeLinear, available, expands_quickly, use_kernels
 from medusa.cpu.packed import Packed, PackedEmbedding, PackedLinear
+from medusa.loading.dtype import faster_dtype
 from medusa.loading.self_test import choose_decoding, fuse
 from medusa.sampling import SamplingParams, Speculation
 from medusa.serve.model_options import describe
@@ -130,6 +131,15 @@ def bases(file):
         use_kernels(model)
     tokenizer = AutoTokenizer.from_pretrained(directory)
     return [fuse(choose_decoding(BaseModel(model, tokenizer))) for model in (packed, expanded)]
+
+
+def test_the_dtype_of_packed_weights_is_not_timed(file, caplog):
+    model = gguf.load(gguf.locate(str(file)), torch.bfloat16, expand=False)
+    use_kernels(model)
+    with caplog.at_level(logging.INFO, "medusa"):
+        assert faster_dtype(BaseModel(model, None)) == torch.bfloat16
+    said = [message for message in caplog.messages if message.startswith("dtype")]
+    assert said == ["dtype bfloat16: that of the checkpoint, since its weights stay packed"]
 
 
 @pytest.fixture(scope="module")
