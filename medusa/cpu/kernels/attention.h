@@ -47,6 +47,8 @@ template <class T, bool TILES> struct Attention {
         return value + at.table.place(b, position) * at.value_step() + kv * at.dim_v;
     }
 
+    int64_t head(const Unit& unit, const Rows& rows, int r) const { return unit.kv * at.groups() + rows.head[r]; }
+
     // Words of a query or a key.
     int size() const { return TILES ? (words<T>(at.dim) + 15) / 16 * 16 : words<T>(at.dim); }
 
@@ -55,7 +57,7 @@ template <class T, bool TILES> struct Attention {
         const int size = this->size();
         grow(to, BLOCK * size);
         const auto put = [&](int r, uint32_t* to) {
-            const T* q = query + (unit.kv * at.groups() + rows.head[r]) * at.q_head + at.row(unit.b, rows.node[r]) * at.q_row;
+            const T* q = query + head(unit, rows, r) * at.q_head + at.row(unit.b, rows.node[r]) * at.q_row;
             if constexpr (PAIRS<T>) std::fill(to + at.dim / 2, to + size, 0), std::memcpy(to, q, at.dim * sizeof(T));
             else for (int64_t d = 0; d < at.dim; d++) to[d] = bits(widen(q[d]));
         };
@@ -291,11 +293,11 @@ template <class T, bool TILES> struct Attention {
         for (int r = 0; r < rows.count; r++) {
             float total = totals[r], factor = 1;
             if (at.sinks) {
-                const float sink = at.sinks[unit.kv * at.groups() + rows.head[r]], best = std::max(sink, tops[r]);
+                const float sink = at.sinks[head(unit, rows, r)], best = std::max(sink, tops[r]);
                 factor = exponential(tops[r] - best);
                 total = total * factor + exponential(sink - best);
             }
-            T* to = out + (at.row(unit.b, rows.node[r]) * at.heads + unit.kv * at.groups() + rows.head[r]) * at.dim_v;
+            T* to = out + (at.row(unit.b, rows.node[r]) * at.heads + head(unit, rows, r)) * at.dim_v;
             for (int d = 0; d < at.dim_v; d += LANES)
                 put(rounded(load<vf>(all + r * width + d) * splat(factor) / splat(total), T()), to + d, int(at.dim_v) - d);
         }

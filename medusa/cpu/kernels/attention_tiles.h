@@ -25,20 +25,6 @@ template <bool LEFT, class Other> static inline void meet_four(const void* one, 
     MEET(0) MEET(1) MEET(2) MEET(3)
 #undef MEET
 }
-static inline void no_sums() {
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-}
-// Writes up to four tiles of sums, `next` numbers apart.
-static inline void put_four(int count, float* to, int64_t step, int64_t next) {
-    _tile_stored(0, to, step * 4);
-    if (count > 1) _tile_stored(1, to + next, step * 4);
-    if (count > 2) _tile_stored(2, to + 2 * next, step * 4);
-    if (count > 3) _tile_stored(3, to + 3 * next, step * 4);
-    MEMORY_SEEN;
-}
 
 // A group of queries [SIDE, words] as the unit wants its right operand: columns of BLOCK.
 static void turn_queries(const uint32_t* query, int words, uint32_t* to) {

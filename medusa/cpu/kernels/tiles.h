@@ -63,6 +63,22 @@ struct Outputs {
     }
 };
 
+// Sums in registers 0 to 3.
+[[gnu::always_inline]] static inline void no_sums() {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+}
+// Writes up to four tiles of sums, `next` numbers apart.
+[[gnu::always_inline]] static inline void put_four(int count, float* to, int64_t step, int64_t next) {
+    _tile_stored(0, to, step * 4);
+    if (count > 1) _tile_stored(1, to + next, step * 4);
+    if (count > 2) _tile_stored(2, to + 2 * next, step * 4);
+    if (count > 3) _tile_stored(3, to + 3 * next, step * 4);
+    MEMORY_SEEN;
+}
+
 // Adds to the sums in register 0, or 1 for the SECOND outputs, of one group of rows.
 template <bool SECOND> static inline void multiply_one(const bf16* weights, int64_t step, const bf16* x) {
     _tile_loadd(4, weights, step * 2);
@@ -100,9 +116,7 @@ static inline void few(const Outputs& at, const bf16* x, Sums* sums) {
     _tile_zero(1);
     multiply_half<false>(at, x);
     multiply_half<true>(at, x);
-    _tile_stored(0, sums[0], 64);
-    _tile_stored(1, sums[1], 64);
-    MEMORY_SEEN;
+    put_four(2, sums[0][0], SIDE, SIDE * SIDE);
 }
 
 // Adds to the sums in registers 0 .. 3: two times SIDE outputs, two groups of rows. Weights are kept as they come from memory,
@@ -143,12 +157,8 @@ template <class Take> static void many(const Outputs& at, const Outputs& next, c
         for (int64_t b = 0; b < blocks; b++) {
             const bf16 *here = x + b * 2 * SIDE * wide_in, *more = rows - b * 2 * SIDE > SIDE ? here + SIDE * wide_in : here;
             Sums* waiting = slices > 1 ? (Sums*)&partial[b * sizeof sums[0] / sizeof(float)] : sums[b % 2];
-            if (from == 0) {
-                _tile_zero(0);
-                _tile_zero(1);
-                _tile_zero(2);
-                _tile_zero(3);
-            } else {
+            if (from == 0) no_sums();
+            else {
                 _tile_loadd(0, waiting[0], 64);
                 _tile_loadd(1, waiting[1], 64);
                 _tile_loadd(2, waiting[2], 64);
@@ -174,11 +184,7 @@ template <class Take> static void many(const Outputs& at, const Outputs& next, c
             if (last && b) take(b * 2 * SIDE - SIDE, sums[(b + 1) % 2] + 2);
             steps(from + 2 * third, to);
             if (last) waiting = sums[b % 2];
-            _tile_stored(0, waiting[0], 64);
-            _tile_stored(1, waiting[1], 64);
-            _tile_stored(2, waiting[2], 64);
-            _tile_stored(3, waiting[3], 64);
-            MEMORY_SEEN;
+            put_four(4, waiting[0][0], SIDE, SIDE * SIDE);
         }
     }
     take(blocks * 2 * SIDE - 2 * SIDE, sums[(blocks + 1) % 2]);
