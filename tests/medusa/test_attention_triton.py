@@ -33,6 +33,8 @@ from medusa.attention.triton import (  # noqa: E402
     shared_bytes,
 )
 from medusa.gpu.kernels import add_norm_kernel, gate_kernel, turn_kernel  # noqa: E402
+from medusa.gpu.loss_kernel import loss_kernel  # noqa: E402
+from medusa.gpu.losses import COLUMNS, KINDS  # noqa: E402
 from tests.medusa.attention_cases import Case, make  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
@@ -63,6 +65,11 @@ def run_interpreted(marks: str, file: str = "test_attention.py", names: str = "t
 @pytest.mark.slow
 def test_a_pass_with_our_kernels_computes_what_every_family_computes():
     run_interpreted("not gpu", "test_gpu_pass.py", "test")
+
+
+@pytest.mark.slow
+def test_the_kernel_of_the_losses_computes_what_torch_computes():
+    run_interpreted("not gpu", "test_gpu_losses.py", "test")
 
 
 @pytest.mark.slow
@@ -149,6 +156,14 @@ def test_the_kernels_of_a_pass_compile(dim, norm):
         assert cross_compile(add_norm_kernel, types, wide, card, num_warps=8)[1] == 0
         if not norm:  # which it does not have
             assert cross_compile(gate_kernel, types, {"WIDTH": 100 * dim, "BLOCK": 1024}, card)[1] == 0
+
+
+@pytest.mark.parametrize("kind", [KINDS.index(name) for name in ("ce", "lk")])
+def test_the_kernel_of_the_losses_compiles(kind):
+    types = dict.fromkeys(["logits", "teacher"], "*bf16") | dict.fromkeys(["taught_by", "labels", "correct"], "*i64")
+    types |= {"loss": "*fp32", "columns": "i32", "eta": "fp32", "least": "fp32"}
+    for card in (80, HOPPER):
+        assert cross_compile(loss_kernel, types, {"KIND": kind, "BLOCK": COLUMNS}, card, num_warps=8)[1] == 0
 
 
 DIMS, ROWS = (64, 96, 128, 256), (1, 32, 64, 256)
