@@ -7,6 +7,7 @@ from itertools import islice, pairwise
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from medusa.cache.index import BlockIndex, Entry
 from medusa.cache.layer import Arena, PassCache
@@ -80,6 +81,19 @@ class BlockPool:
         self._free: list[int] = []
         self._users: Counter[int] = Counter()
         self._index = BlockIndex(BLOCK)
+        self._addresses = list[int](), torch.empty(0, dtype=torch.int64)
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        """Keys and values of all layers that have been written to."""
+        return [buffer for arena in self.arenas for buffer in arena.buffers]
+
+    def addresses(self) -> Tensor:
+        """The addresses of ``buffers``, int64 on the pool's device; the same tensor until ``epoch`` changes."""
+        now = [buffer.data_ptr() for buffer in self.buffers]
+        if now != self._addresses[0]:
+            self._addresses = now, torch.tensor(now, device=self.device)
+        return self._addresses[1]
 
     @property
     def tokens(self) -> int | None:

@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Protocol
 
 import torch
@@ -191,18 +192,33 @@ def commit(pool: BlockPool, table_SW: Tensor, lengths_S: Tensor, path_SA: Tensor
             end.
         counts_S: int64 number of nodes of each path.
     """
-    buffers = [buffer for arena in pool.arenas for buffer in arena.buffers]
+    buffers = pool.buffers
     if native.reads_indices(path_SA) and all(buffer.device.type == "cpu" for buffer in buffers):
         if _any_moves(path_SA, counts_S):
             native.keep_rows(buffers, path_SA, counts_S, lengths_S, table_SW, pool.size)
         return
     first_S1, offsets_A = lengths_S[:, None], torch.arange(path_SA.shape[1], device=path_SA.device)
     table = BlockTable(table_SW, pool.size)
-    sources, targets = (table.places(first_S1 + nodes).flatten() for nodes in (path_SA, offsets_A))
+    sources_SA, targets_SA = table.places(first_S1 + path_SA), table.places(first_S1 + offsets_A)
+    if (moves := _kernel(buffers)) is not None:
+        moves.move_rows(buffers, pool.addresses(), sources_SA, targets_SA)
+        return
+    sources, targets = sources_SA.flatten(), targets_SA.flatten()
     for device in {buffer.device for buffer in buffers}:
         there, here = sources.to(device), targets.to(device)
         for rows in (buffer.flatten(0, 1) for buffer in buffers if buffer.device == device):
             rows.index_copy_(0, here, rows.index_select(0, there))
+
+
+def _kernel(buffers: Sequence[Tensor]) -> ModuleType | None:
+    """``medusa.gpu.moves`` if it moves rows of these buffers; None otherwise, or without Triton."""
+    if not buffers[0].is_cuda:
+        return None
+    try:
+        from medusa.gpu import moves
+    except ImportError:
+        return None
+    return moves if moves.fits(buffers) else None
 
 
 def _any_moves(path_SA: Tensor, counts_S: Tensor) -> bool:

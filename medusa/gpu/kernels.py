@@ -1,7 +1,7 @@
 """Triton kernels for what stands between the matrix products of a decoder layer; each replaces several of torch's.
 
-They round where transformers' layers round. Legend: R rows, D hidden size, I inner size, H query heads, G key heads,
-d head size.
+A further one moves accepted keys and values of all layers. They round where transformers' layers round. Legend: R rows,
+D hidden size, I inner size, H query heads, G key heads, d head size, S sequences, A nodes of a path.
 """
 
 import triton
@@ -108,3 +108,24 @@ def gate_kernel(
     value = tl.load(joined + row * 2 * WIDTH + WIDTH + column, mask=inside, other=0.0).to(tl.float32)
     open_ = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
     tl.store(out + row * WIDTH + column, (open_ * value).to(dtype), mask=inside)
+
+
+@triton.jit
+def move_kernel(
+    addresses,  # [buffers] int64
+    like,  # any of the buffers, for its type
+    sources,  # [S, A] int64 rows
+    targets,  # [S, A] int64 rows, each at most its source
+    moves,  # A
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Move the rows of one sequence in one buffer, in order, so that none is overwritten before it is read."""
+    buffer = tl.load(addresses + tl.program_id(0)).to(tl.pointer_type(like.dtype.element_ty))
+    first = tl.program_id(1).to(tl.int64) * moves
+    column = tl.arange(0, BLOCK)
+    for move in range(moves):
+        source, target = tl.load(sources + first + move), tl.load(targets + first + move)
+        inside = (column < WIDTH) & (source != target)
+        row = tl.load(buffer + source * WIDTH + column, mask=inside, other=0.0)
+        tl.store(buffer + target * WIDTH + column, row, mask=inside)

@@ -32,7 +32,7 @@ from medusa.attention.triton import (  # noqa: E402
     row_blocks,
     shared_bytes,
 )
-from medusa.gpu.kernels import add_norm_kernel, gate_kernel, turn_kernel  # noqa: E402
+from medusa.gpu.kernels import add_norm_kernel, gate_kernel, move_kernel, turn_kernel  # noqa: E402
 from medusa.gpu.loss_kernel import loss_kernel  # noqa: E402
 from medusa.gpu.losses import COLUMNS, KINDS  # noqa: E402
 from tests.medusa.attention_cases import Case, make  # noqa: E402
@@ -68,8 +68,9 @@ def test_a_pass_with_our_kernels_computes_what_every_family_computes():
 
 
 @pytest.mark.slow
-def test_the_kernel_of_the_losses_computes_what_torch_computes():
+def test_the_kernels_of_losses_and_moves_compute_what_torch_computes():
     run_interpreted("not gpu", "test_gpu_losses.py", "test")
+    run_interpreted("not gpu", "test_gpu_moves.py", "test", least=5)
 
 
 @pytest.mark.slow
@@ -156,6 +157,10 @@ def test_the_kernels_of_a_pass_compile(dim, norm):
         assert cross_compile(add_norm_kernel, types, wide, card, num_warps=8)[1] == 0
         if not norm:  # which it does not have
             assert cross_compile(gate_kernel, types, {"WIDTH": 100 * dim, "BLOCK": 1024}, card)[1] == 0
+            moved = (
+                types | dict.fromkeys(["addresses", "sources", "targets"], "*i64") | {"like": "*bf16", "moves": "i32"}
+            )
+            assert cross_compile(move_kernel, moved, {"WIDTH": 8 * dim, "BLOCK": 2048}, card)[1] == 0
 
 
 @pytest.mark.parametrize("kind", [KINDS.index(name) for name in ("ce", "lk")])
