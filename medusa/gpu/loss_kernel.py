@@ -40,9 +40,7 @@ def loss_kernel(
     index = tl.program_id(0).to(tl.int64)
     row, label = logits + index * columns, tl.load(labels + index)
     best, total = _normaliser(row, columns, BLOCK)
-    score = tl.load(row + label).to(tl.float32) - best
-    tl.store(correct + index, (score == 0).to(tl.int64))
-    divergence = tl.log(total) - score  # -log q(label)
+    score, divergence = 0.0, tl.log(total)
     target, target_best, target_total = row, best, total
     acceptance, slope, weight = 0.0, 0.0, 1.0
     if KIND > 0:
@@ -57,11 +55,13 @@ def loss_kernel(
     if KIND == 4:
         weight = tl.exp(-eta * acceptance)
     if KIND == 1 or KIND == 4:
-        divergence = tl.log(total) - tl.log(target_total)
+        divergence -= tl.log(target_total)
     for start in range(0, columns, BLOCK):
         column = start + tl.arange(0, BLOCK)
         x = _load(row, start, columns, BLOCK) - best
         q = tl.exp(x) / total
+        # Not loaded by itself: another thread may have written the gradient there.
+        score += tl.sum(tl.where(column == label, x, 0.0), 0)
         gradient = q - tl.where(column == label, 1.0, 0.0)
         if KIND > 0:
             y = _load(target, start, columns, BLOCK) - target_best
@@ -78,8 +78,11 @@ def loss_kernel(
                 else:
                     gradient = closer + weight * (gradient - closer)
         tl.store(row + column, gradient.to(logits.dtype.element_ty), mask=column < columns)
+    tl.store(correct + index, (score == 0).to(tl.int64))
     distance = 1.0 - acceptance
-    if KIND == 2:
+    if KIND == 0:
+        divergence -= score  # -log q(label)
+    elif KIND == 2:
         divergence = distance
     elif KIND == 3:
         divergence = -tl.log(tl.maximum(acceptance, least))
