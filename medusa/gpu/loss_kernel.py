@@ -78,7 +78,7 @@ def loss_kernel(
                 else:
                     gradient = closer + weight * (gradient - closer)
         tl.store(row + column, gradient.to(logits.dtype.element_ty), mask=column < columns)
-    tl.store(correct + index, (score == 0).to(tl.int64))
+    tl.store(correct + index, tl.where(score == 0, 1, 0))
     distance = 1.0 - acceptance
     if KIND == 0:
         divergence -= score  # -log q(label)
