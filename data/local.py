@@ -6,8 +6,8 @@ from collections.abc import Generator, Sequence
 from medusa import MedusaModel, Output, Request, SamplingParams, Speculation
 from medusa.data.exchange import BATCH, Answered, Exchange, Message, Prompt, Settings, named, warn_of_ends
 
-JOIN, SHARE = 8, 16
-"""Free places in the batch at which further conversations join: ``JOIN``, or in large batches 1 / ``SHARE`` of it."""
+JOIN = 8
+"""Number of free places in the batch at which further conversations join."""
 
 
 def sampling_params(settings: Settings, number: int) -> SamplingParams:
@@ -62,11 +62,10 @@ class LocalAnswerer:
         together = min(self._batch, len(prompts)) > 1
         speculation = self._speculation or Speculation(nodes=1 if together else None)
         batch, growing = self.model.batch(), dict[Request, _Conversation]()
-        free = min(max(JOIN, self._batch // SHARE), self._batch)
         try:
             while waiting or growing:
                 # Several prompts join at once, because a pass over few tokens costs as much as one over more.
-                if self._batch - len(growing) >= free or not growing:
+                if self._batch - len(growing) >= min(JOIN, self._batch) or not growing:
                     while waiting and len(growing) < self._batch:
                         conversation = waiting.popleft()
                         params = sampling_params(self._settings, conversation.number)

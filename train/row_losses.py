@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from medusa import gpu
 from medusa.cpu import losses
 
 LmHead = Callable[[Tensor], Tensor]
@@ -51,11 +52,12 @@ def replace_by_gradient(logits_RV: Tensor, targets: Targets) -> tuple[Tensor, Te
     Returns:
         Losses [R], float32 or wider; int64 [R], 1 where the label has the highest logit.
     """
-    kernel = _kernel(logits_RV, targets.teacher)
-    if kernel is not None:
-        return kernel(
+    kernels = gpu.module("losses") if logits_RV.is_cuda else losses
+    if kernels is not None and kernels.fits(logits_RV, targets.teacher):
+        loss_R, correct_R = kernels.replace_by_gradient(
             logits_RV, targets.kind, targets.labels, targets.teacher, targets.teacher_index, ETA, LEAST_ACCEPTANCE
         )
+        return loss_R, correct_R
     dtype = torch.promote_types(logits_RV.dtype, torch.float32)
     loss_R, correct_R = logits_RV.new_zeros(len(logits_RV), dtype=dtype), torch.zeros_like(targets.labels)
     block = max(1, BLOCK_NUMEL[logits_RV.device.type] // logits_RV.shape[1])
@@ -68,17 +70,6 @@ def replace_by_gradient(logits_RV: Tensor, targets: Targets) -> tuple[Tensor, Te
         loss_R[rows], logits_RV[rows] = ROW_LOSSES[targets.kind](scores_BV, labels_B1, teacher_BV)
         correct_R[rows] = (scores_BV.gather(1, labels_B1) == 0).squeeze(1).long()
     return loss_R, correct_R
-
-
-def _kernel(logits: Tensor, teacher: Tensor | None) -> Callable[..., tuple[Tensor, Tensor]] | None:
-    """The kernel of the device that reads these logits; None = torch computes the losses."""
-    if not logits.is_cuda:
-        return losses.replace_by_gradient if losses.fits(logits, teacher) else None
-    try:
-        from medusa.gpu import losses as on_gpu
-    except ImportError:  # there is no Triton
-        return None
-    return on_gpu.replace_by_gradient if on_gpu.fits(logits, teacher) else None
 
 
 def _scores(logits_BV: Tensor, dtype: torch.dtype) -> Tensor:

@@ -3,12 +3,12 @@
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import ModuleType
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from medusa import gpu
 from medusa.attention.contract import BlockTable, TreeAttention, TreePlan
 from medusa.attention.spans import Span
 from medusa.cache.pool import BlockPool
@@ -200,7 +200,7 @@ def commit(pool: BlockPool, table_SW: Tensor, lengths_S: Tensor, path_SA: Tensor
     first_S1, offsets_A = lengths_S[:, None], torch.arange(path_SA.shape[1], device=path_SA.device)
     table = BlockTable(table_SW, pool.size)
     sources_SA, targets_SA = table.places(first_S1 + path_SA), table.places(first_S1 + offsets_A)
-    if (moves := _kernel(buffers)) is not None:
+    if buffers[0].is_cuda and (moves := gpu.module("moves")) is not None and moves.fits(buffers):
         moves.move_rows(buffers, pool.addresses(), sources_SA, targets_SA)
         return
     sources, targets = sources_SA.flatten(), targets_SA.flatten()
@@ -208,17 +208,6 @@ def commit(pool: BlockPool, table_SW: Tensor, lengths_S: Tensor, path_SA: Tensor
         there, here = sources.to(device), targets.to(device)
         for rows in (buffer.flatten(0, 1) for buffer in buffers if buffer.device == device):
             rows.index_copy_(0, here, rows.index_select(0, there))
-
-
-def _kernel(buffers: Sequence[Tensor]) -> ModuleType | None:
-    """``medusa.gpu.moves`` if it moves rows of these buffers; None otherwise, or without Triton."""
-    if not buffers[0].is_cuda:
-        return None
-    try:
-        from medusa.gpu import moves
-    except ImportError:
-        return None
-    return moves if moves.fits(buffers) else None
 
 
 def _any_moves(path_SA: Tensor, counts_S: Tensor) -> bool:

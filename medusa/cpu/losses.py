@@ -8,7 +8,7 @@ from torch import Tensor
 from medusa.cpu.native import kernels, number_type, reads
 
 KINDS = ("ce", "kl", "tv", "nla", "lk")
-"""Losses in the order of ``LossKind``; ``medusa.train.row_losses`` defines them."""
+"""Losses in the order of ``LossKind``, and of the kernel for GPUs; ``medusa.train.row_losses`` defines them."""
 
 
 class _Losing(ctypes.Structure):

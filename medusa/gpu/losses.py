@@ -7,10 +7,9 @@ import torch
 import triton
 from torch import Tensor
 
+from medusa.cpu.losses import KINDS
 from medusa.gpu.loss_kernel import loss_kernel
 
-KINDS = ("ce", "kl", "tv", "nla", "lk")
-"""Losses by their number in the kernel; ``medusa.train.row_losses`` defines them."""
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 COLUMNS = 4096
 """Most columns of a row that are in registers at a time."""

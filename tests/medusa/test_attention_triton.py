@@ -32,9 +32,10 @@ from medusa.attention.triton import (  # noqa: E402
     row_blocks,
     shared_bytes,
 )
+from medusa.cpu.losses import KINDS  # noqa: E402
 from medusa.gpu.kernels import add_norm_kernel, gate_kernel, move_kernel, turn_kernel  # noqa: E402
 from medusa.gpu.loss_kernel import loss_kernel  # noqa: E402
-from medusa.gpu.losses import COLUMNS, KINDS  # noqa: E402
+from medusa.gpu.losses import COLUMNS  # noqa: E402
 from tests.medusa.attention_cases import Case, make  # noqa: E402
 
 ROOT = Path(__file__).parents[2]

@@ -7,12 +7,17 @@ triton = pytest.importorskip("triton")
 
 from medusa.gpu import losses  # noqa: E402
 from medusa.train.row_losses import ETA, LEAST_ACCEPTANCE, ROW_LOSSES, Targets, replace_by_gradient  # noqa: E402
+from tests.medusa.loss_cases import COLUMNS, ROUNDING, check_losses  # noqa: E402
 
 GPU = torch.cuda.is_available()
 pytestmark = pytest.mark.skipif(not GPU and not triton.knobs.runtime.interpret, reason="there is no GPU")
 DEVICE = "cuda" if GPU else "cpu"
-ROWS, TEACHERS = 33, 7
-ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
+
+
+def kernel(logits, targets):
+    """``replace_by_gradient`` of logits anywhere."""
+    given = (None, None) if targets.kind == "ce" else (targets.teacher, targets.teacher_index)
+    return losses.replace_by_gradient(logits, targets.kind, targets.labels, *given, ETA, LEAST_ACCEPTANCE)
 
 
 def test_kinds_are_those_of_torch():
@@ -20,30 +25,10 @@ def test_kinds_are_those_of_torch():
 
 
 @pytest.mark.parametrize("dtype", ROUNDING)
-@pytest.mark.parametrize("columns", [2, 19, 5003])
+@pytest.mark.parametrize("columns", COLUMNS)
 @pytest.mark.parametrize("kind", losses.KINDS)
 def test_losses_and_gradients_are_those_of_float64(kind, columns, dtype):
-    torch.manual_seed(0)
-    logits = (torch.randn(ROWS, columns) * 4).to(DEVICE, dtype)
-    logits[0] = 0  # all equal: every label has the highest logit
-    teacher = (torch.randn(TEACHERS, columns) * 4).to(DEVICE, dtype)
-    teacher[0, 0] = teacher[0].max() + 60  # certain of one token
-    labels, taught_by = (torch.randint(most, (ROWS,)).to(DEVICE) for most in (columns, TEACHERS))
-    labels[1] = logits[1].float().argmax()
-    replaced = logits.clone()
-    assert losses.fits(replaced, teacher)
-    given = (None, None) if kind == "ce" else (teacher, taught_by)
-    loss, correct = losses.replace_by_gradient(replaced, kind, labels, *given, ETA, LEAST_ACCEPTANCE)
-
-    exact = logits.double()
-    expected_loss, expected_correct = replace_by_gradient(exact, Targets(labels, kind, teacher.double(), taught_by))
-    assert correct.tolist() == expected_correct.tolist()
-    torch.testing.assert_close(loss.double(), expected_loss, rtol=2e-5, atol=2e-6)
-    # Where both give a token the same probability, the gradient of acceptance jumps.
-    ours, theirs = logits.double().softmax(1), teacher.double().softmax(1)[taught_by]
-    smooth = (ours - theirs).abs() > 1e-5 * theirs
-    assert smooth.double().mean() > 0.99
-    torch.testing.assert_close(replaced.double()[smooth], exact[smooth], rtol=2 * ROUNDING[dtype], atol=2e-6)
+    check_losses(kernel, kind, columns, dtype, losses.fits, DEVICE)
 
 
 def test_no_rows():

@@ -33,9 +33,13 @@ def test_rows_of_all_layers_move_as_torch_moves_them(dtype, monkeypatch):
     pool, table = filled(dtype)
     before = [buffer.clone() for buffer in pool.buffers]
     lengths, paths, counts = (tensor.to(DEVICE) for tensor in (LENGTHS, PATHS, COUNTS))
-    monkeypatch.setattr("medusa.cache.sequence._kernel", lambda _: moves)
     monkeypatch.setattr("medusa.cpu.native.reads_indices", lambda _: False)
+    called, move_rows = [], moves.move_rows
+    monkeypatch.setattr(moves, "move_rows", lambda *given: called.append(move_rows(*given)))
+    monkeypatch.setattr(moves, "fits", lambda _: True)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     commit(pool, table, lengths, paths, counts)
+    assert called
     for buffer, old in zip(pool.buffers, before, strict=True):
         for sequence, (length, path) in enumerate(zip(LENGTHS.tolist(), PATHS.tolist(), strict=True)):
             for target, source in enumerate(path):
