@@ -1,25 +1,56 @@
-"""The transformer block that many families share (Llama's), recognised by its modules, for passes with own kernels.
+"""The transformer block that many families share, recognised by its modules, for passes with our own kernels.
 
-A test at load checks that the results are equal (``medusa.loading.self_test``).
+It is Llama's: norm, attention with rotary positions, residual, norm, gated MLP, residual. Norms may stand behind
+attention and the MLP too (Gemma), or only there (OLMo). A test at load checks that the results are equal
+(``medusa.loading.self_test``).
 """
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from medusa.base.rotary import Rotary
 
-BLOCK_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+NORMS = (
+    ("input_layernorm", None, "post_attention_layernorm", None),
+    ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
+    (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
+)
+"""Names of a layer's norms: before and after attention, before and after the MLP."""
 ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "q_norm", "k_norm"}
 MLP_PARTS = {"gate_proj", "up_proj", "gate_up_proj", "down_proj"}
 DECODER_PARTS = {"embed_tokens", "layers", "norm", "rotary_emb"}
+GATES = {"SiLU": False, "SiLUActivation": False, "GELUTanh": True}
+"""Whether an activation of the MLP's gates is GELU (approximated by tanh); else it is SiLU."""
 ROTARY = ("default", "linear", "llama3", "yarn")
 """Kinds of rotary positions whose angles depend only on the position."""
 
 
 class UnusualBlockError(ValueError):
     """A decoder does not consist of the usual block, so transformers runs it."""
+
+
+class BlockNorms(NamedTuple):
+    """Weights of a layer's norms; None = there is no such norm.
+
+    Attributes:
+        before: [D], of what attention reads.
+        after: [D], of attention's output.
+        mlp_before: [D], of what the MLP reads.
+        mlp_after: [D], of the MLP's output.
+        query: Of queries: [d] head by head, or [H * d] over all heads.
+        key: Of keys, in the same way.
+    """
+
+    before: Tensor | None
+    after: Tensor | None
+    mlp_before: Tensor | None
+    mlp_after: Tensor | None
+    query: Tensor | None
+    key: Tensor | None
 
 
 def check_decoder(decoder: Any) -> None:
@@ -30,77 +61,141 @@ def check_decoder(decoder: Any) -> None:
     """
     _know(decoder, DECODER_PARTS, "the decoder")
     for layer in decoder.layers:
-        _know(layer, BLOCK_PARTS, "a layer")
+        _know(layer, {"self_attn", "mlp", *_norm_names(layer)}, "a layer")
         _know(layer.self_attn, ATTENTION_PARTS, "its attention")
         _know(layer.mlp, MLP_PARTS, "its MLP")
-        activation = getattr(layer.mlp, "act_fn", None) or getattr(layer.mlp, "activation_fn", None)
-        if type(activation).__name__ not in ("SiLU", "SiLUActivation"):
-            raise UnusualBlockError(f"its MLP's activation is {type(activation).__name__}")
-        if getattr(layer.self_attn, "sinks", None) is not None or not getattr(layer.self_attn, "use_rope", True):
-            raise UnusualBlockError("its attention has sinks, or no positions in some layers")
+        if _activation(layer) not in GATES:
+            raise UnusualBlockError(f"its MLP's activation is {_activation(layer)}")
+        if getattr(layer.self_attn, "sinks", None) is not None:
+            raise UnusualBlockError("its attention has sinks")
 
 
 def shape_of(decoder: Any) -> dict[str, Any]:
-    """The sizes and factors that all layers share.
+    """The sizes, factors and formulas that all layers share.
 
     Raises:
-        UnusualBlockError: Its positions, norms or heads are of another kind.
+        UnusualBlockError: Its norms or heads are of another kind.
     """
-    layer, norm, config = decoder.layers[0], decoder.norm, decoder.config
-    dim, rotary = getattr(layer.self_attn, "head_dim", 0), decoder.rotary_emb
-    if getattr(rotary, "rope_type", None) not in ROTARY:
-        raise UnusualBlockError(f"its positions are {getattr(rotary, 'rope_type', 'of another kind')}")
-    epsilon = getattr(norm, "variance_epsilon", None)
-    if not dim or epsilon is None or _norm(norm, epsilon) is None:
+    layer, config = decoder.layers[0], decoder.config
+    dim, epsilon = getattr(layer.self_attn, "head_dim", 0), _epsilon(decoder.norm)
+    if not dim or epsilon is None:
         raise UnusualBlockError("its norms or heads are of another kind")
+    offset, rounds_once = _formula(decoder.norm, epsilon)
     return {
         "hidden": config.hidden_size,
         "heads": config.num_attention_heads,
         "kv_heads": config.num_key_value_heads,
         "dim": dim,
         "epsilon": epsilon,
+        "offset": offset,
+        "rounds_once": rounds_once,
+        "gelu": GATES[_activation(layer)],
         "scaling": layer.self_attn.scaling,
+        "softcap": float(getattr(layer.self_attn, "attn_logit_softcapping", None) or 0),
         "residual": float(getattr(layer, "residual_multiplier", 1.0)),
         "multiplier": float(getattr(decoder, "embedding_multiplier", 1.0)),
     }
 
 
-def norms_of(layer: Any, dim: int, epsilon: float) -> list[Tensor | None]:
-    """Weights of a layer's norms: before attention and before the MLP, and of queries and keys head by head (or None).
+def norms_of(layer: Any, like: nn.Module) -> BlockNorms:
+    """The weights of a layer's norms, which must all be of the kind of another norm of the decoder.
 
     Raises:
         UnusualBlockError: A norm is of another kind.
     """
     attention = layer.self_attn
-    own = (getattr(attention, "q_norm", None), getattr(attention, "k_norm", None))
-    norms = [_norm(norm, epsilon) for norm in (layer.input_layernorm, layer.post_attention_layernorm, *own)]
-    if any(norm is not None and norm.numel() != dim for norm in norms[2:]):
-        raise UnusualBlockError("it norms queries and keys over all heads")
-    return norms
+    norms = [name and getattr(layer, name) for name in _norm_names(layer)]
+    norms += [getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)]
+    for norm in norms:
+        if norm is not None and (type(norm) is not type(like) or _epsilon(norm) != _epsilon(like)):
+            raise UnusualBlockError(f"a norm is {type(norm).__name__}")
+    weights = BlockNorms(*(None if norm is None else norm.weight for norm in norms))
+    sizes = [None if weight is None else weight.numel() for weight in weights[4:]]
+    heads = attention.config.num_attention_heads, attention.config.num_key_value_heads
+    if sizes not in ([None, None], [attention.head_dim] * 2, [count * attention.head_dim for count in heads]):
+        raise UnusualBlockError("it norms queries and keys in another way")
+    return weights
 
 
-def rotary_of(decoder: Any) -> Rotary:
-    """The decoder's rotary positions."""
+def rotaries_of(decoder: Any) -> tuple[list[Rotary], list[int]]:
+    """The kinds of rotary positions of a decoder, and the kind of each layer (-1: it does not know positions).
 
-    def angles(rows: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        cosines, sines = decoder.rotary_emb(like, torch.arange(rows, device=like.device)[None])
+    Raises:
+        UnusualBlockError: Positions are of a kind whose angles depend on more than the position.
+    """
+    kinds = getattr(decoder.rotary_emb, "rope_type", None)
+    by_type = kinds if isinstance(kinds, dict) else {None: kinds}
+    for kind in by_type.values():
+        if kind not in ROTARY:
+            raise UnusualBlockError(f"its positions are {kind or 'of another kind'}")
+
+    def angles(names: Sequence[str], rows: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        cosines, sines = decoder.rotary_emb(like, torch.arange(rows, device=like.device)[None], *names)
         return cosines[0].contiguous(), sines[0].contiguous()
 
-    return Rotary(angles)
+    names = list(by_type)
+    rotaries = [Rotary(partial(angles, [] if name is None else [name])) for name in names]
+    if len({rotary.tables(1, decoder.norm.weight)[0].shape[1] for rotary in rotaries}) > 1:
+        raise UnusualBlockError("its layers turn different parts of their heads")
+    types = [None] * len(decoder.layers) if None in by_type else decoder.config.layer_types
+    of_layer = [
+        names.index(kind) if _knows_positions(layer.self_attn) else -1
+        for kind, layer in zip(types, decoder.layers, strict=True)
+    ]
+    return rotaries, of_layer
+
+
+def _knows_positions(attention: Any) -> bool:
+    """False for layers without positions, as SmolLM3 and EXAONE 4 (where only windows have them) mark theirs."""
+    windowed = getattr(attention, "sliding_window", None) is None or getattr(attention, "is_sliding", True)
+    return bool(getattr(attention, "use_rope", True)) and windowed
 
 
 def _know(module: nn.Module, parts: set[str], what: str) -> None:
     """Raise an error if a module has parts or parameters that are not known."""
-    own = {name for name, child in module.named_children() if any(True for _ in child.parameters())}
-    strange = (own | {name for name, _ in module.named_parameters(recurse=False)}) - parts
+    strange = _parts(module) - parts
     if strange:
         raise UnusualBlockError(f"{what} ({type(module).__name__}) has {', '.join(sorted(strange))}")
 
 
-def _norm(norm: Any, epsilon: float) -> Tensor | None:
-    if norm is None:
-        return None
-    if not type(norm).__name__.endswith("RMSNorm") or getattr(norm, "variance_epsilon", None) != epsilon:
-        raise UnusualBlockError(f"a norm is {type(norm).__name__}")
+def _parts(module: nn.Module) -> set[str]:
+    own = {name for name, child in module.named_children() if any(True for _ in child.parameters())}
+    return own | {name for name, _ in module.named_parameters(recurse=False)}
+
+
+def _norm_names(layer: nn.Module) -> tuple[str | None, ...]:
+    """The names of ``NORMS`` that fit the layer's parts; Llama's if none do."""
+    parts = _parts(layer)
+    return next((names for names in NORMS if {"self_attn", "mlp", *filter(None, names)} == parts), NORMS[0])
+
+
+def _activation(layer: Any) -> str:
+    return type(getattr(layer.mlp, "act_fn", None) or getattr(layer.mlp, "activation_fn", None)).__name__
+
+
+def _epsilon(norm: Any) -> float | None:
+    epsilon: float | None = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
+    return epsilon
+
+
+@torch.no_grad()
+def _formula(norm: Any, epsilon: float) -> tuple[float, bool]:
+    """What an RMS norm adds to its weight, and whether it rounds the product alone, found by its results.
+
+    Raises:
+        UnusualBlockError: It computes something else.
+    """
     weight: Tensor = norm.weight
-    return weight
+    x = torch.linspace(-1, 2, 4 * len(weight), device=weight.device).to(weight.dtype).view(4, -1)
+    unit = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + epsilon)
+    formulas: dict[tuple[float, bool], Callable[[], Tensor]] = {
+        (0.0, False): lambda: weight * unit.to(x.dtype),
+        (0.0, True): lambda: (weight.float() * unit).to(x.dtype),
+        (1.0, True): lambda: ((1 + weight.float()) * unit).to(x.dtype),
+    }
+    theirs = norm(x)
+    far = {kind: float((compute() - theirs).abs().max()) for kind, compute in formulas.items()}
+    nearest = min(far, key=far.__getitem__)
+    if not far[nearest] <= 0.01 * float(theirs.abs().max()):
+        raise UnusualBlockError(f"its norms are {type(norm).__name__}")
+    return nearest

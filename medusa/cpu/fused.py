@@ -1,4 +1,4 @@
-"""A decoder's pass over tree rows as one C++ call, for families with the usual transformer block (Llama's)."""
+"""A decoder's pass over tree rows as one C++ call, for families with the usual transformer block."""
 
 import ctypes
 import weakref
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from medusa.attention import Span, TreePlan
-from medusa.base.usual_block import UnusualBlockError, check_decoder, norms_of, rotary_of, shape_of
+from medusa.base.usual_block import UnusualBlockError, check_decoder, norms_of, rotaries_of, shape_of
 from medusa.cache import BlockPool
 from medusa.cpu import native
 from medusa.cpu.int8 import Int8Linear
@@ -54,8 +54,11 @@ class _Weights(NamedTuple):
 class _Block(ctypes.Structure):
     _fields_ = [
         *[(name, LinearStruct) for name in ("query", "key", "value", "output", "gate", "up", "down")],
-        *[(name, _POINTER) for name in ("norm", "mlp_norm", "query_norm", "key_norm", "token_norm")],
-        *[(name, _INT) for name in ("window", "chunk", "tap")],
+        *[
+            (name, _POINTER)
+            for name in ("norm", "after", "mlp_norm", "mlp_after", "query_norm", "key_norm", "token_norm")
+        ],
+        *[(name, _INT) for name in ("whole_norms", "rotary", "window", "chunk", "tap")],
     ]
 
 
@@ -65,10 +68,10 @@ class _Pass(ctypes.Structure):
             (name, _INT)
             for name in (
                 "number_type", "int8", "threads", "batch", "hidden", "inner", "heads", "kv_heads", "dim", "rotated",
-                "layers", "width", "context",
+                "layers", "width", "context", "rounds_once", "gelu", "wide_angles",
             )
         ],
-        *[(name, _FLOAT) for name in ("epsilon", "scaling", "residual", "multiplier")],
+        *[(name, _FLOAT) for name in ("epsilon", "offset", "scaling", "softcap", "residual", "multiplier")],
         *[(name, _POINTER) for name in ("lengths", "tokens", "parents", "skipped", "firsts")],
         ("computed", _INT), ("together", _INT),
         ("table", _POINTER), ("table_stride", _INT), ("table_rows", _INT),
@@ -105,12 +108,14 @@ class FusedPass:
         self._shape, self._dtype = _shape(decoder, layers[0]), decoder.norm.weight.dtype
         self._int8 = isinstance(layers[0].mlp.down_proj, Int8Linear)
         self._blocks = (_Block * len(layers))(*[self._read(layer) for layer in layers])
+        self._rotaries, kinds = rotaries_of(decoder)
         for place, layer in enumerate(taps):
             self._blocks[layer - 1].tap = (1 + place) * self._shape["hidden"]
         for index, block in enumerate(self._blocks):
             window, chunk = spans.get(index, Span())
-            block.window, block.chunk = window or 0, chunk or 0
-        embeddings = self._embeddings()
+            block.window, block.chunk, block.rotary = window or 0, chunk or 0, kinds[index]
+        embeddings, scale = self._embeddings()
+        self._shape["multiplier"] *= scale
         self._keep([*embeddings.tensors, decoder.norm.weight])
         self._fixed = _Pass(
             number_type=native.number_type(self._dtype), int8=self._int8, layers=len(layers),
@@ -118,7 +123,6 @@ class FusedPass:
             norm=decoder.norm.weight.data_ptr(),
             embeddings=embeddings.struct, blocks=ctypes.addressof(self._blocks), **self._shape,
         )  # fmt: skip
-        self._rotary = rotary_of(decoder)
         self._arenas = _Arenas(len(layers), self._shape["kv_heads"], self._shape["dim"], self._dtype)
 
     def __call__(self, pool: BlockPool, plan: TreePlan) -> Tensor:
@@ -127,18 +131,23 @@ class FusedPass:
         Raises:
             IndexError: A token is not in the vocabulary.
         """
-        angles = self._rotary.tables(plan.kv_length, self._decoder.norm.weight)
+        angles = [rotary.tables(plan.kv_length, self._decoder.norm.weight) for rotary in self._rotaries]
         return _run(self._fixed, self._dtype, plan, angles, *self._arenas(pool))
 
-    def _embeddings(self) -> _Weights:
+    def _embeddings(self) -> tuple[_Weights, float]:
+        """The embeddings, and a factor on them."""
         layer = self._decoder.embed_tokens
-        if isinstance(layer, PackedEmbedding) and layer.scale is None and self._dtype == DTYPE:
-            return _Weights(layer.packed, None, None, layer.packed.inputs, layer.packed.outputs)
-        if type(layer) is not nn.Embedding or type(layer.weight) is not nn.Parameter or layer.max_norm is not None:
+        if isinstance(layer, PackedEmbedding) and self._dtype == DTYPE:
+            factor = 1.0 if layer.scale is None else float(layer.scale)
+            return _Weights(layer.packed, None, None, layer.packed.inputs, layer.packed.outputs), factor
+        scale = getattr(layer, "embed_scale", None)
+        known = type(layer) is nn.Embedding or (isinstance(layer, nn.Embedding) and scale is not None)
+        if not known or type(layer.weight) is not nn.Parameter or layer.max_norm is not None:
             raise UnusualBlockError(f"its embeddings are {type(layer).__name__}")
         if layer.weight.dtype != self._dtype or not layer.weight.is_contiguous():
             raise UnusualBlockError(f"its embeddings are of {layer.weight.dtype}")
-        return _Weights(layer.weight.detach(), None, None, layer.embedding_dim, layer.num_embeddings)
+        weights = _Weights(layer.weight.detach(), None, None, layer.embedding_dim, layer.num_embeddings)
+        return weights, 1.0 if scale is None else float(scale.to(self._dtype))
 
     def _read(self, layer: Any) -> _Block:
         """Pointers to a layer's weights."""
@@ -155,7 +164,7 @@ class FusedPass:
             if joined[1]
             else [_whole(mlp.gate_proj), _whole(mlp.up_proj)]
         )
-        norms = norms_of(layer, shape["dim"], shape["epsilon"])
+        norms = norms_of(layer, self._decoder.norm)
         linears = [*heads, _whole(attention.o_proj), *gated, _whole(mlp.down_proj)]
         for head, size in zip(heads, (queries, keys, keys), strict=True):
             if (head.outputs, head.inputs) != (size, shape["hidden"]):
@@ -169,10 +178,9 @@ class FusedPass:
             raise UnusualBlockError("some of its weights are rounded to 8 bits and others are not")
         tensors = [*(tensor for one in linears for tensor in one.tensors), *norms]
         self._keep(tensors)
-        return _Block(
-            *(one.struct for one in linears),
-            *(None if norm is None else norm.data_ptr() for norm in norms),
-        )
+        pointers = [None if norm is None else norm.data_ptr() for norm in norms]
+        whole = norms.query is not None and norms.query.numel() > shape["dim"]
+        return _Block(*(one.struct for one in linears), *pointers, whole_norms=whole)
 
     def _keep(self, tensors: Sequence[Tensor | None]) -> None:
         """Keep the memory of these tensors alive, even if the module moves."""
@@ -210,7 +218,7 @@ class LayerWeights(NamedTuple):
         norm, mlp_norm, token_norm = (
             None if norm is None else norm.data_ptr() for norm in (self.norm, self.mlp_norm, self.token_norm)
         )
-        return _Block(*structs, norm, mlp_norm, token_norm=token_norm)
+        return _Block(*structs, norm=norm, mlp_norm=mlp_norm, token_norm=token_norm)
 
 
 class FusedLayers:
@@ -262,7 +270,7 @@ class FusedLayers:
             angles: Cosines and sines [positions, dim].
             states_RD: The hidden states, in the weights' dtype.
         """
-        return _run(self._fixed, self._dtype, plan, angles, *self._arenas(pool), states_RD.contiguous())
+        return _run(self._fixed, self._dtype, plan, [angles], *self._arenas(pool), states_RD.contiguous())
 
 
 class _Arenas:
@@ -296,19 +304,21 @@ class _Arenas:
 
 
 def _run(
-    fixed: _Pass, dtype: torch.dtype, plan: TreePlan, angles: tuple[Tensor, Tensor], keys: Any, values: Any,
+    fixed: _Pass, dtype: torch.dtype, plan: TreePlan, angles: Sequence[tuple[Tensor, Tensor]], keys: Any, values: Any,
     states: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Run a pass with these fixed arguments; keys and values are addresses by layer."""
     firsts = (_INT * (len(plan.sizes) + 1))(*plan.firsts)
     tokens, parents, lengths = plan.tokens.contiguous(), plan.parents.contiguous(), plan.lengths.contiguous()
-    at, (cosines, sines) = _Pass.from_buffer_copy(fixed), angles  # several threads may decode
+    at = _Pass.from_buffer_copy(fixed)  # several threads may decode
+    cosines, sines = ((_POINTER * len(angles))(*(table.data_ptr() for table in kind)) for kind in zip(*angles, strict=True))
     out = torch.empty(plan.rows, at.width, dtype=dtype)
     at.threads, at.batch = torch.get_num_threads(), len(plan.sizes)
     at.computed, at.together = plan.computed, plan.together
     at.lengths, at.tokens, at.parents = lengths.data_ptr(), tokens.data_ptr(), parents.data_ptr()
     at.firsts, at.keys, at.values = ctypes.addressof(firsts), ctypes.addressof(keys), ctypes.addressof(values)
-    at.cosines, at.sines, at.rotated = cosines.data_ptr(), sines.data_ptr(), cosines.shape[1]
+    at.cosines, at.sines, at.rotated = ctypes.addressof(cosines), ctypes.addressof(sines), angles[0][0].shape[1]
+    at.wide_angles = angles[0][0].dtype == torch.float32
     at.out, blocks = out.data_ptr(), plan.table.blocks
     at.skipped = None if plan.skipped is None else plan.skipped.data_ptr()
     at.states = None if states is None else states.data_ptr()

@@ -47,6 +47,7 @@ FAMILIES = {
     "ernie4_5": {},
     "exaone4": WINDOW | {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"]},
     "falcon": {"alibi": False, "new_decoder_architecture": True, "num_kv_heads": 2},
+    "gemma": {},
     "gemma2": WINDOW | {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 8.0},
     "gemma3_text": WINDOW | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
     "glm4": {"partial_rotary_factor": 0.5},
@@ -75,7 +76,7 @@ FAMILIES = {
     "qwen3": {},
     "qwen3_moe": EXPERTS,
     "seed_oss": {},
-    "smollm3": {},
+    "smollm3": {"no_rope_layers": [1, 0, 1]},
     "stablelm": {},
     "starcoder2": WINDOW,
 }
@@ -85,7 +86,10 @@ EXPLICIT_MASK = ("falcon", "gptj", "mpt", "nemotron", "stablelm")
 GATHERED = ("deepseek_v3",)
 """Their layers compute on what is cached before attention reads it."""
 CHAINS = ("mpt",)
-FUSED = ("granite", "llama", "mistral", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3")
+FUSED = (
+    "exaone4", "gemma", "gemma2", "gemma3_text", "granite", "llama", "mistral", "olmo2", "olmo3", "phi3", "qwen2", "qwen3",
+    "seed_oss", "smollm3",
+)  # fmt: skip
 """The usual block, whose whole pass our kernels compute."""
 REFUSED = ("bloom", "mamba")
 """tests/medusa/test_self_test.py"""

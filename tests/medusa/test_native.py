@@ -218,7 +218,7 @@ def test_a_fused_pass_computes_what_the_family_computes(family):
     torch.testing.assert_close(rows_of(base.with_fused_pass()), rows_of(base), atol=2e-4, rtol=2e-4)
 
 
-@pytest.mark.parametrize(("family", "dtype"), list(zip(FUSED, [BF16, F16] * 4, strict=True)), ids=str)
+@pytest.mark.parametrize(("family", "dtype"), list(zip(FUSED, [BF16, F16] * len(FUSED), strict=False)), ids=str)
 @torch.inference_mode()
 def test_it_rounds_where_the_family_rounds(family, dtype):
     """As near to the family's own pass in 16 bits as that one is to its pass in float32."""

@@ -1,5 +1,6 @@
 // A decoder's whole pass over tree rows, for families whose layers are the usual block: norm, attention with rotary
-// positions, residual, norm, gated MLP, residual. Numbers are rounded to T where transformers rounds them.
+// positions, residual, norm, gated MLP, residual; norms may stand behind attention and the MLP too, or only there.
+// Numbers are rounded to T where transformers rounds them.
 //
 // One team of threads runs through all layers; a stage ends where the next reads what another thread wrote.
 #pragma once
@@ -11,23 +12,28 @@
 
 struct Block {
     Linear query, key, value, output, gate, up, down;
-    const void *norm, *mlp_norm, *query_norm, *key_norm;  // weights; the last two [D] or null
-    const void* token_norm;                               // of embeddings that are read in front of the state, or null
-    int64_t window, chunk;                                // 0 = none
-    int64_t tap;                                          // where its output goes in a row of hidden states; 0 = nowhere
+    const void *norm, *after, *mlp_norm, *mlp_after;  // weights of norms before and after attention and the MLP, or null
+    const void *query_norm, *key_norm;                // or null
+    const void* token_norm;                           // of embeddings that are read in front of the state, or null
+    int64_t whole_norms;                              // 1 = queries and keys are normed over all heads, 0 = head by head
+    int64_t rotary;                                   // which positions turn queries and keys; -1 = none
+    int64_t window, chunk;                            // 0 = none
+    int64_t tap;                                      // where its output goes in a row of hidden states; 0 = nowhere
 };
 
 struct Pass {
     int64_t number_type, int8, threads, batch, hidden, inner;
     int64_t heads, kv_heads, dim, rotated, layers, width;  // heads: 0 = keys and values alone, of the states that come in
     int64_t context;              // positions behind it become its last one
-    float epsilon, scaling, residual, multiplier;
+    int64_t rounds_once, gelu;    // 1 = norms round the product alone; 1 = gates are GELU (by tanh), 0 = SiLU
+    int64_t wide_angles;          // 1 = cosines and sines are floats
+    float epsilon, offset, scaling, softcap, residual, multiplier;  // offset: added to weights of norms; softcap: 0 = none
     const int64_t *lengths, *tokens, *parents;  // [batch], [rows], [nodes]
     const int64_t* skipped;                     // [batch] positions before a row that are not in its table, or null
     const int64_t* firsts;                      // [batch + 1] where the nodes of each sequence begin
     int64_t computed, together;                 // see Layer
     Table table;
-    const void *cosines, *sines;  // [positions, rotated]
+    const void *const *cosines, *const *sines;  // of each kind of positions, [positions, rotated]
     const void* norm;               // or null: the last layer's output is handed over as it is
     Linear embeddings;              // an output for each token
     const void* states;             // [rows, hidden] what the first layer reads, or null: embeddings
@@ -54,7 +60,8 @@ template <class T, class W> class Run {  // W: how its weights are met
     typedef Team::Member Member;
 
     // A row divided by its root mean square, times a weight.
-    template <class N> static void normed(const T* from, const T* weight, int64_t count, float epsilon, N* to) {
+    template <class To> void normed(const T* from, const void* weights, int64_t count, To to) const {
+        const T* weight = (const T*)weights;
         vf squares[ABREAST] = {}, all = {};
         for_abreast(count, [&](int64_t i, auto vectors, int here) {
             UNROLLED for (int j = 0; j < vectors; j++) {
@@ -63,10 +70,14 @@ template <class T, class W> class Run {  // W: how its weights are met
             }
         });
         UNROLLED for (const vf& part : squares) all += part;
-        const float factor = 1 / std::sqrt(sum(all) / count + epsilon);
+        const float factor = 1 / std::sqrt(sum(all) / count + at.epsilon);
         for_vectors(count, [&](int64_t i, int here) {
-            put(rounded(wide(weight + i, here) * rounded(wide(from + i, here) * splat(factor), T()), T()), to + i, here);
+            const vf unit = wide(from + i, here) * splat(factor), scale = wide(weight + i, here) + splat(at.offset);
+            put(rounded(scale * (at.rounds_once ? unit : rounded(unit, T())), T()), to + i, here);
         });
+    }
+    static void copied(const T* from, int64_t count, float* to) {
+        for_vectors(count, [&](int64_t i, int here) { put(wide(from + i, here), to + i, here); });
     }
 
     // What gives a thread the rows that a linear layer reads, arranged; row(r, to) gives their numbers. Many are arranged
@@ -99,7 +110,8 @@ template <class T, class W> class Run {  // W: how its weights are met
     }
     auto normed_rows(Member& member, const void* weight) {
         return rows_for(member, at.hidden, [this, weight](int64_t r, float* to) {
-            normed(&stream[r * at.hidden], (const T*)weight, at.hidden, at.epsilon, to);
+            if (weight) normed(&stream[r * at.hidden], weight, at.hidden, to);
+            else copied(&stream[r * at.hidden], at.hidden, to);
         });
     }
 
@@ -107,8 +119,8 @@ template <class T, class W> class Run {  // W: how its weights are met
     auto joined_rows(Member& member, const Block& block) {
         return rows_for(member, 2 * at.hidden, [this, &block](int64_t r, float* to) {
             thread_local Buffer<T> room;
-            normed(row_of(at.embeddings, at.tokens[r], room), (const T*)block.token_norm, at.hidden, at.epsilon, to);
-            normed(&stream[r * at.hidden], (const T*)block.norm, at.hidden, at.epsilon, to + at.hidden);
+            normed(row_of(at.embeddings, at.tokens[r], room), block.token_norm, at.hidden, to);
+            normed(&stream[r * at.hidden], block.norm, at.hidden, to + at.hidden);
         });
     }
 
@@ -129,37 +141,46 @@ template <class T, class W> class Run {  // W: how its weights are met
         });
     }
 
-    // One head's numbers, normed where the family does so, turned by the row's position.
-    void turned(const T* from, const void* weight, int64_t position, T* to) const {
-        float head[at.dim];
-        if (weight) normed(from, (const T*)weight, at.dim, at.epsilon, head);
-        else for_vectors(at.dim, [&](int64_t d, int here) { put(wide(from + d, here), head + d, here); });
-        const int64_t half = at.rotated / 2;
-        const T *cosines = (const T*)at.cosines + position * at.rotated, *sines = (const T*)at.sines + position * at.rotated;
-        const auto turn = [&](int64_t d, int64_t other, float sign, int here) {
-            const vf straight = rounded(wide(head + d, here) * wide(cosines + d, here), T());
-            const vf across = rounded(splat(sign) * wide(head + other, here) * wide(sines + d, here), T());
-            put(rounded(straight + across, T()), to + d, here);
-        };
-        for_vectors(half, [&](int64_t d, int here) { turn(d, d + half, -1, here), turn(d + half, d, 1, here); });
-        for (int64_t d = at.rotated; d < at.dim; d++) narrow(head[d], to + d);
+    // Heads of queries or of keys, normed in place where the family does so.
+    void norm_heads(const Block& block, const void* weight, int64_t count, T* heads) const {
+        const int64_t width = block.whole_norms ? count * at.dim : at.dim;
+        if (weight)
+            for (int64_t i = 0; i < count * at.dim; i += width) normed(heads + i, weight, width, heads + i);
+    }
+
+    // One head's numbers, turned by the row's position; products are rounded as angles are.
+    template <class Angle> void turned(const Block& block, const T* head, int64_t position, T* to) const {
+        const int64_t rotated = block.rotary < 0 ? 0 : at.rotated, half = rotated / 2;
+        if (rotated) {
+            const Angle* cosines = (const Angle*)at.cosines[block.rotary] + position * rotated;
+            const Angle* sines = (const Angle*)at.sines[block.rotary] + position * rotated;
+            const auto turn = [&](int64_t d, int64_t other, float sign, int here) {
+                const vf straight = rounded(wide(head + d, here) * wide(cosines + d, here), Angle());
+                const vf across = rounded(splat(sign) * wide(head + other, here) * wide(sines + d, here), Angle());
+                put(rounded(straight + across, T()), to + d, here);
+            };
+            for_vectors(half, [&](int64_t d, int here) { turn(d, d + half, -1, here), turn(d + half, d, 1, here); });
+        }
+        std::memcpy(to + rotated, head + rotated, (at.dim - rotated) * sizeof(T));
     }
 
     void place_heads(const Block& block, void* cached_keys, void* cached_values, Member& member) {
         const int64_t total = queries + 2 * keys;
         member.share(rows, [&](int64_t r) {
             const int64_t place = places[r];
-            const T* from = &projected[r * total];
-            for (int64_t h = 0; h < at.heads; h++)
-                turned(from + h * at.dim, block.query_norm, positions[r], &query[r * queries + h * at.dim]);
-            for (int64_t h = 0; h < at.kv_heads; h++)
-                turned(from + queries + h * at.dim, block.key_norm, positions[r], (T*)cached_keys + place * keys + h * at.dim);
+            T* from = &projected[r * total];
+            norm_heads(block, block.query_norm, at.heads, from), norm_heads(block, block.key_norm, at.kv_heads, from + queries);
+            const auto turn = [&](int64_t d, T* to) {
+                at.wide_angles ? turned<float>(block, from + d, positions[r], to) : turned<T>(block, from + d, positions[r], to);
+            };
+            for (int64_t d = 0; d < queries; d += at.dim) turn(d, &query[r * queries + d]);
+            for (int64_t d = 0; d < keys; d += at.dim) turn(queries + d, (T*)cached_keys + place * keys + d);
             std::memcpy((T*)cached_values + place * keys, from + queries + keys, keys * sizeof(T));
         });
     }
 
     Layer any_layer() const {
-        return {at.batch, at.heads, at.kv_heads, at.dim, at.dim, at.lengths, at.parents, at.firsts, at.computed, at.together, at.table, 0, 0, queries, at.dim, nullptr, at.scaling, 0};
+        return {at.batch, at.heads, at.kv_heads, at.dim, at.dim, at.lengths, at.parents, at.firsts, at.computed, at.together, at.table, 0, 0, queries, at.dim, nullptr, at.scaling, at.softcap};
     }
 
     void attend(const Block& block, const void* cached_keys, const void* cached_values, Work& work, Member& member) {
@@ -173,8 +194,8 @@ template <class T, class W> class Run {  // W: how its weights are met
 
     // Outputs begin .. end of gates, times what they let through, of `count` rows, in `gated`.
     void gate(const Block& block, const typename W::number* from, int64_t count, int64_t begin, int64_t end) {
-        const auto join = [](auto& gates, const auto& ups) {
-            silu<T>(gates);
+        const auto join = [gelu = at.gelu](auto& gates, const auto& ups) {
+            gelu ? tanh_gelu<T>(gates) : silu<T>(gates);
             UNROLLED for (size_t j = 0; j < std::size(ups); j++) gates[j] *= ups[j];
         };
         if constexpr (GROUP > 1)  // as the unit leaves them, empty rows too; fewer rows are put in order first
@@ -203,11 +224,15 @@ template <class T, class W> class Run {  // W: how its weights are met
         }
     }
 
-    // Adds a layer's output for `count` rows to those of the residual stream from `row` on.
-    template <class From> void add(const Linear& layer, From from, int64_t row, int64_t count, Member& member) {
-        member.share(at.hidden, W::OUTPUTS, [&](int64_t begin, int64_t end) {
-            W::linear(layer, from(), count, Sum<T>{&stream[row * at.hidden], at.residual}, at.hidden, begin, end);
-        });
+    // Adds a layer's output for `count` rows, normed where the family does so, to those of the residual stream from `row` on.
+    template <class From> void add(const Linear& layer, const void* norm, From from, int64_t row, int64_t count, Member& member) {
+        const Sum<T> sums{&stream[row * at.hidden], at.residual};
+        const auto compute = [&](auto to) {
+            member.share(at.hidden, W::OUTPUTS, [&](int64_t begin, int64_t end) { W::linear(layer, from(), count, to, at.hidden, begin, end); });
+        };
+        if (!norm) return compute(sums);
+        compute(projected.data());
+        member.share(count, [&](int64_t r) { normed(&projected[r * at.hidden], norm, at.hidden, sums + r * at.hidden); });
     }
 
     void layer(int64_t index, Work& work, Member& member) {
@@ -217,14 +242,14 @@ template <class T, class W> class Run {  // W: how its weights are met
         if (!at.heads) return;
         attend(block, at.keys[index], at.values[index], work, member);
         const auto attended_rows = rows_for(member, queries, [this](int64_t r, float* to) {
-            for_vectors(queries, [&](int64_t i, int here) { put(wide(&attended[r * queries + i], here), to + i, here); });
+            copied(&attended[r * queries], queries, to);
         });
-        add(block.output, attended_rows, 0, rows, member);
+        add(block.output, block.after, attended_rows, 0, rows, member);
         auto from = normed_rows(member, block.mlp_norm);
         for (int64_t first = 0; first < rows; first += SLAB) {
             const int64_t count = std::min(SLAB, rows - first);
             member.share(at.inner, W::UNIT, [&](int64_t begin, int64_t end) { gate(block, from() + first * wide_hidden, count, begin, end); });
-            add(block.down, [this] { return gated.data(); }, first, count, member);
+            add(block.down, block.mlp_after, [this] { return gated.data(); }, first, count, member);
         }
         if (block.tap) member.share(rows, [&](int64_t r) { hand_over(&stream[r * at.hidden], r, block.tap); });
     }
@@ -233,11 +258,11 @@ template <class T, class W> class Run {  // W: how its weights are met
         std::memcpy((T*)at.out + r * at.width + column, numbers, at.hidden * sizeof(T));
     }
 
-    int64_t stages() const { return 2 + at.layers * (7 + Work::STAGES + 2 * ((rows + SLAB - 1) / SLAB)); }
+    int64_t stages() const { return 2 + at.layers * (8 + Work::STAGES + 3 * ((rows + SLAB - 1) / SLAB)); }
 
   public:
     explicit Run(const Pass& pass) : at(pass) {
-        stream.resize(rows * at.hidden + LANES), projected.resize(rows * (queries + 2 * keys));
+        stream.resize(rows * at.hidden + LANES), projected.resize(rows * std::max(queries + 2 * keys, at.hidden));
         const int64_t wide_read = at.blocks[0].token_norm ? W::room(2 * at.hidden) : wide_hidden;
         if (rows > FEW) x.resize(W::rows(rows) * std::max(wide_read, wide_queries));
         gated.resize(W::rows(std::min(rows, SLAB)) * wide_inner);
@@ -271,7 +296,7 @@ template <class T, class W> class Run {  // W: how its weights are met
             for (int64_t i = 0; i < at.layers; i++) layer(i, work, member);
             member.share(rows, [&](int64_t r) {
                 const T* row = &stream[r * at.hidden];
-                if (at.norm) normed(row, (const T*)at.norm, at.hidden, at.epsilon, (T*)at.out + r * at.width);
+                if (at.norm) normed(row, at.norm, at.hidden, (T*)at.out + r * at.width);
                 else hand_over(row, r, 0);
             });
         });

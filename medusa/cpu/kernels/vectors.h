@@ -244,13 +244,22 @@ static inline vf inverse(vf x) {
     return splat(1.f) / x;
 #endif
 }
-// x times its sigmoid, rounded to T after either.
-template <class T, int N> [[gnu::always_inline]] static inline void silu(vf (&x)[N]) {
+// x times the sigmoid of y, rounded to T.
+template <class T, int N> [[gnu::always_inline]] static inline void times_sigmoid(vf (&x)[N], const vf (&y)[N]) {
     vf e[N], below[N];
-    EACH e[i] = x[i] < vf{} ? x[i] : -x[i];
+    EACH e[i] = y[i] < vf{} ? y[i] : -y[i];
     exponential(e);
     EACH below[i] = inverse(splat(1.f) + e[i]);
-    EACH x[i] = rounded(x[i] * ((x[i] < vf{} ? e[i] : splat(1.f)) * below[i]), T());
+    EACH x[i] = rounded(x[i] * ((y[i] < vf{} ? e[i] : splat(1.f)) * below[i]), T());
+}
+template <class T, int N> [[gnu::always_inline]] static inline void silu(vf (&x)[N]) { times_sigmoid<T>(x, x); }
+
+// GELU's approximation by tanh (Hendrycks and Gimpel 2016), x / 2 * (1 + tanh(y / 2)), which is x times a sigmoid.
+template <class T, int N> [[gnu::always_inline]] static inline void tanh_gelu(vf (&x)[N]) {
+    constexpr float SLOPE = 1.5957691f, CUBIC = 0.044715f;  // 2 sqrt(2 / pi)
+    vf y[N];
+    EACH y[i] = splat(SLOPE) * (x[i] + splat(CUBIC) * x[i] * x[i] * x[i]);
+    times_sigmoid<T>(x, y);
 }
 
 // All lanes joined by an operation that does not ask for their order, or in one fixed order.
