@@ -165,8 +165,8 @@ def _parts(module: nn.Module) -> set[str]:
 
 def _norm_names(layer: nn.Module) -> tuple[str | None, ...]:
     """The names of ``NORMS`` that fit the layer's parts; Llama's if none do."""
-    parts = _parts(layer)
-    return next((names for names in NORMS if {"self_attn", "mlp", *filter(None, names)} == parts), NORMS[0])
+    norms = _parts(layer) - {"self_attn", "mlp"}
+    return next((names for names in NORMS if {*filter(None, names)} == norms), NORMS[0])
 
 
 def _activation(layer: Any) -> str:
