@@ -61,7 +61,7 @@ def check_decoder(decoder: Any) -> None:
     """
     _know(decoder, DECODER_PARTS, "the decoder")
     for layer in decoder.layers:
-        _know(layer, {"self_attn", "mlp", *_norm_names(layer)}, "a layer")
+        _know(layer, {"self_attn", "mlp", *filter(None, _norm_names(layer))}, "a layer")
         _know(layer.self_attn, ATTENTION_PARTS, "its attention")
         _know(layer.mlp, MLP_PARTS, "its MLP")
         if _activation(layer) not in GATES:
@@ -97,6 +97,19 @@ def shape_of(decoder: Any) -> dict[str, Any]:
     }
 
 
+def embedding_scale(embeddings: Any) -> float:
+    """A factor on the rows of embeddings, in their dtype; 1 in most families.
+
+    Raises:
+        UnusualBlockError: They are of another kind.
+    """
+    scale = getattr(embeddings, "embed_scale", None)
+    known = type(embeddings) is nn.Embedding or (isinstance(embeddings, nn.Embedding) and scale is not None)
+    if not known or embeddings.max_norm is not None:
+        raise UnusualBlockError(f"its embeddings are {type(embeddings).__name__}")
+    return 1.0 if scale is None else float(scale.to(embeddings.weight.dtype))
+
+
 def norms_of(layer: Any, like: nn.Module) -> BlockNorms:
     """The weights of a layer's norms, which must all be of the kind of another norm of the decoder.
 
@@ -104,7 +117,7 @@ def norms_of(layer: Any, like: nn.Module) -> BlockNorms:
         UnusualBlockError: A norm is of another kind.
     """
     attention = layer.self_attn
-    norms = [name and getattr(layer, name) for name in _norm_names(layer)]
+    norms = [None if name is None else getattr(layer, name) for name in _norm_names(layer)]
     norms += [getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)]
     for norm in norms:
         if norm is not None and (type(norm) is not type(like) or _epsilon(norm) != _epsilon(like)):

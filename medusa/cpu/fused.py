@@ -9,7 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from medusa.attention import Span, TreePlan
-from medusa.base.usual_block import UnusualBlockError, check_decoder, norms_of, rotaries_of, shape_of
+from medusa.base.usual_block import (
+    UnusualBlockError,
+    check_decoder,
+    embedding_scale,
+    norms_of,
+    rotaries_of,
+    shape_of,
+)
 from medusa.cache import BlockPool
 from medusa.cpu import native
 from medusa.cpu.int8 import Int8Linear
@@ -140,14 +147,10 @@ class FusedPass:
         if isinstance(layer, PackedEmbedding) and self._dtype == DTYPE:
             factor = 1.0 if layer.scale is None else float(layer.scale)
             return _Weights(layer.packed, None, None, layer.packed.inputs, layer.packed.outputs), factor
-        scale = getattr(layer, "embed_scale", None)
-        known = type(layer) is nn.Embedding or (isinstance(layer, nn.Embedding) and scale is not None)
-        if not known or type(layer.weight) is not nn.Parameter or layer.max_norm is not None:
-            raise UnusualBlockError(f"its embeddings are {type(layer).__name__}")
-        if layer.weight.dtype != self._dtype or not layer.weight.is_contiguous():
-            raise UnusualBlockError(f"its embeddings are of {layer.weight.dtype}")
-        weights = _Weights(layer.weight.detach(), None, None, layer.embedding_dim, layer.num_embeddings)
-        return weights, 1.0 if scale is None else float(scale.to(self._dtype))
+        scale, weight = embedding_scale(layer), layer.weight
+        if type(weight) is not nn.Parameter or weight.dtype != self._dtype or not weight.is_contiguous():
+            raise UnusualBlockError(f"its embeddings are of {weight.dtype}, in another layout or of another class")
+        return _Weights(weight.detach(), None, None, layer.embedding_dim, layer.num_embeddings), scale
 
     def _read(self, layer: Any) -> _Block:
         """Pointers to a layer's weights."""
@@ -311,7 +314,8 @@ def _run(
     firsts = (_INT * (len(plan.sizes) + 1))(*plan.firsts)
     tokens, parents, lengths = plan.tokens.contiguous(), plan.parents.contiguous(), plan.lengths.contiguous()
     at = _Pass.from_buffer_copy(fixed)  # several threads may decode
-    cosines, sines = ((_POINTER * len(angles))(*(table.data_ptr() for table in kind)) for kind in zip(*angles, strict=True))
+    addresses = _POINTER * len(angles)
+    cosines, sines = (addresses(*(one.data_ptr() for one in tables)) for tables in zip(*angles, strict=True))
     out = torch.empty(plan.rows, at.width, dtype=dtype)
     at.threads, at.batch = torch.get_num_threads(), len(plan.sizes)
     at.computed, at.together = plan.computed, plan.together

@@ -1,4 +1,4 @@
-"""A decoder's pass over tree rows with few kernels, for families with the usual transformer block (Llama's).
+"""A decoder's pass over tree rows with few kernels, for families with the usual transformer block.
 
 A layer is four matrix products (queries, keys and values are one, gates and values of the MLP another), attention, and
 the kernels of ``medusa.gpu.kernels`` between them. transformers' layers start about forty kernels, each of which takes
@@ -17,7 +17,15 @@ from torch.nn import functional
 
 from medusa.attention import Scoring, TreePlan
 from medusa.attention.hook import attend_rows
-from medusa.base.usual_block import UnusualBlockError, check_decoder, norms_of, rotary_of, shape_of
+from medusa.base.usual_block import (
+    BlockNorms,
+    UnusualBlockError,
+    check_decoder,
+    embedding_scale,
+    norms_of,
+    rotaries_of,
+    shape_of,
+)
 from medusa.cache import BlockPool
 from medusa.gpu.kernels import add_norm_kernel, gate_kernel, turn_kernel
 
@@ -44,9 +52,10 @@ class _Layer(NamedTuple):
         output: The output of attention.
         gated: Gates and values of the MLP.
         down: The output of the MLP.
-        norm: [D] weight of the norm before attention.
-        mlp_norm: [D] weight of the norm before the MLP.
-        head_norms: [2, d] weights of norms of queries and keys, head by head; None = there are none.
+        norms: The weights of norms.
+        head_norms: [2 d] weights of norms of queries and keys head by head, or [(H + G) d] over all heads; None = there
+            are none.
+        rotary: Kind of the positions that turn queries and keys; -1 = none.
         tap: Place of its output among the hidden states; None = heads do not read it.
     """
 
@@ -54,9 +63,9 @@ class _Layer(NamedTuple):
     output: _Product
     gated: _Product
     down: _Product
-    norm: Tensor
-    mlp_norm: Tensor
+    norms: BlockNorms
     head_norms: Tensor | None
+    rotary: int
     tap: int | None
 
 
@@ -74,41 +83,45 @@ class FusedPass:
 
     def __init__(self, decoder: Any, taps: Sequence[int], context_length: int) -> None:
         check_decoder(decoder)
-        shape, embeddings, norm = shape_of(decoder), decoder.embed_tokens, decoder.norm.weight
-        if type(embeddings) is not nn.Embedding or embeddings.max_norm is not None:
-            raise UnusualBlockError(f"its embeddings are {type(embeddings).__name__}")
+        shape, norm = shape_of(decoder), decoder.norm.weight
+        embedding_scale(decoder.embed_tokens)  # that they are usual ones: the module itself is called
         placed = {(weight.dtype, weight.device) for weight in decoder.parameters()}
         if len(placed) > 1 or norm.dtype not in DTYPES:
             raise UnusualBlockError("its weights are on several devices, or of a dtype that the kernels do not know")
         self._decoder, self._shape, self._context, self._places = decoder, shape, context_length, len(taps) + 1
-        self._rotary = rotary_of(decoder)
+        self._rotaries, kinds = rotaries_of(decoder)
         places = {layer: place for place, layer in enumerate(taps, start=1)}
-        self._layers = [self._read(layer, places.get(index)) for index, layer in enumerate(decoder.layers, start=1)]
+        self._layers = [
+            self._read(layer, kind, places.get(index))
+            for index, (layer, kind) in enumerate(zip(decoder.layers, kinds, strict=True), start=1)
+        ]
 
     def __call__(self, pool: BlockPool, plan: TreePlan) -> Tensor:
         """Hidden states [R, F] of a pass's rows; their keys and values go into the pool."""
         rows = plan.positions.clamp(max=self._context - 1), plan.places
-        angles = self._rotary.tables(plan.kv_length, self._decoder.norm.weight)
+        angles = [rotary.tables(plan.kv_length, self._decoder.norm.weight) for rotary in self._rotaries]
         x_RD: Tensor = self._decoder.embed_tokens(plan.tokens)
         x_RD = x_RD.mul_(self._shape["multiplier"]) if self._shape["multiplier"] != 1 else x_RD
         width = x_RD.shape[1]
         out_RF: Tensor = x_RD.new_empty(len(x_RD), self._places * width)
-        added_RD, normed_RD = None, torch.empty_like(x_RD)
+        added_RD, after, normed_RD = None, None, torch.empty_like(x_RD)
         for index, layer in enumerate(self._layers):
-            self._add_norm(x_RD, added_RD, layer.norm, normed_RD)
+            self._add_norm(x_RD, added_RD, after, layer.norms.before, normed_RD)
             if index:
                 _tap(self._layers[index - 1], x_RD, out_RF)
             joined = layer.heads(normed_RD)
-            query_RHd, keys, values = self._turn(joined, layer.head_norms, rows, angles, pool, index)
+            query_RHd, keys, values = self._turn(joined, layer, rows, angles, pool, index)
             window, chunk = plan.span(index)
-            mixed_RHd = attend_rows(plan, query_RHd, keys, values, Scoring(self._shape["scaling"], window, chunk=chunk))
-            self._add_norm(x_RD, layer.output(mixed_RHd.flatten(1)), layer.mlp_norm, normed_RD)
-            added_RD = layer.down(_gate(layer.gated(normed_RD)))
-        self._add_norm(x_RD, added_RD, self._decoder.norm.weight, out_RF[:, :width])
+            scoring = Scoring(self._shape["scaling"], window, self._shape["softcap"] or None, chunk=chunk)
+            mixed_RHd = attend_rows(plan, query_RHd, keys, values, scoring)
+            output_RD = layer.output(mixed_RHd.flatten(1))
+            self._add_norm(x_RD, output_RD, layer.norms.after, layer.norms.mlp_before, normed_RD)
+            added_RD, after = layer.down(self._gate(layer.gated(normed_RD))), layer.norms.mlp_after
+        self._add_norm(x_RD, added_RD, after, self._decoder.norm.weight, out_RF[:, :width])
         _tap(self._layers[-1], x_RD, out_RF)
         return out_RF
 
-    def _read(self, layer: Any, tap: int | None) -> _Layer:
+    def _read(self, layer: Any, rotary: int, tap: int | None) -> _Layer:
         attention, mlp, shape = layer.self_attn, layer.mlp, self._shape
         heads = [attention.qkv_proj] if hasattr(attention, "qkv_proj") else [
             getattr(attention, f"{name}_proj") for name in "qkv"
@@ -117,34 +130,44 @@ class FusedPass:
         joined = _joined(heads)
         if len(joined.weight) != (shape["heads"] + 2 * shape["kv_heads"]) * shape["dim"]:
             raise UnusualBlockError("its heads are not those of the other layers")
-        norm, mlp_norm, query_norm, key_norm = norms_of(layer, shape["dim"], shape["epsilon"])
-        if norm is None or mlp_norm is None or (query_norm is None) != (key_norm is None):
-            raise UnusualBlockError("it lacks a norm")
-        head_norms = None if query_norm is None or key_norm is None else torch.stack([query_norm, key_norm]).detach()
+        norms = norms_of(layer, self._decoder.norm)
+        head_norms = None if norms.query is None or norms.key is None else torch.cat([norms.query, norms.key]).detach()
         output, down = _joined([attention.o_proj]), _joined([mlp.down_proj])
-        return _Layer(joined, output, _joined(gated), down, norm, mlp_norm, head_norms, tap)
+        return _Layer(joined, output, _joined(gated), down, norms, head_norms, rotary, tap)
 
-    def _add_norm(self, x_RD: Tensor, added_RD: Tensor | None, weight: Tensor, out: Tensor) -> None:
-        """``x += added``, then ``out = norm(x)``."""
-        width = x_RD.shape[1]
+    def _add_norm(
+        self, x_RD: Tensor, added_RD: Tensor | None, after: Tensor | None, before: Tensor | None, out: Tensor
+    ) -> None:
+        """``x += norm(added)``, then ``out = norm(x)``; None = there is no such norm, or nothing to add."""
+        width, shape = x_RD.shape[1], self._shape
         with torch.cuda.device_of(x_RD):
             add_norm_kernel[(len(x_RD),)](
-                x_RD, x_RD if added_RD is None else added_RD, weight, out, out.stride(0), self._shape["epsilon"],
-                self._shape["residual"], WIDTH=width, BLOCK=triton.next_power_of_2(width), ADD=added_RD is not None,
+                x_RD, x_RD if added_RD is None else added_RD, x_RD if after is None else after,
+                x_RD if before is None else before, out, out.stride(0), shape["epsilon"], shape["offset"],
+                shape["residual"], WIDTH=width, BLOCK=triton.next_power_of_2(width), ADD=added_RD is not None,
+                AFTER=after is not None, BEFORE=before is not None, ONCE=shape["rounds_once"],
                 num_warps=4 if width <= 4096 else 8,
             )  # fmt: skip
 
+    def _gate(self, joined: Tensor) -> Tensor:
+        """act(gate) * value [R, I] of [R, 2 I]."""
+        rows, width = len(joined), joined.shape[1] // 2
+        out, gelu = joined.new_empty(rows, width), self._shape["gelu"]
+        with torch.cuda.device_of(joined):
+            gate_kernel[(rows, triton.cdiv(width, GATES))](joined, out, WIDTH=width, BLOCK=GATES, GELU=gelu)
+        return out
+
     def _turn(
-        self, joined: Tensor, norms: Tensor | None, rows: tuple[Tensor, Tensor], angles: tuple[Tensor, Tensor],
+        self, joined: Tensor, layer: _Layer, rows: tuple[Tensor, Tensor], angles: Sequence[tuple[Tensor, Tensor]],
         pool: BlockPool, index: int,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """Queries [R, H, d], and all keys and values of the layer, to which those of the rows are added.
 
         Args:
             joined: [R, (H + 2 G) * d] queries, keys and values.
-            norms: See ``_Layer.head_norms``.
+            layer: The layer.
             rows: int64 [R] positions of the rows, and places of their keys and values.
-            angles: Cosines and sines.
+            angles: Cosines and sines of each kind of positions.
             pool: The KV cache.
             index: Index of the layer.
         """
@@ -155,23 +178,18 @@ class FusedPass:
             arena.allocate(pool.cache.blocks, like, like)
         keys, values = arena.buffers
         query = joined.new_empty(len(joined), heads, dim)
+        norms, kind = layer.head_norms, angles[max(layer.rotary, 0)]
+        whole = norms is not None and len(norms) > 2 * dim
         with torch.cuda.device_of(joined):
             turn_kernel[(len(joined), heads + 2 * kv_heads)](
-                joined, *rows, *angles, self._decoder.norm.weight if norms is None else norms, query, keys, values,
-                self._shape["epsilon"],
+                joined, *rows, *kind, self._decoder.norm.weight if norms is None else norms, query, keys, values,
+                self._shape["epsilon"], self._shape["offset"],
                 HEADS=heads, KV_HEADS=kv_heads, DIM=dim, BLOCK=triton.next_power_of_2(dim),
-                ROTATED=angles[0].shape[1], NORM=norms is not None, num_warps=1,
+                ROTATED=0 if layer.rotary < 0 else kind[0].shape[1], NORM=norms is not None, WHOLE=whole,
+                ALL=triton.next_power_of_2(heads * dim if whole else dim), ONCE=self._shape["rounds_once"],
+                num_warps=4 if whole else 1,
             )  # fmt: skip
         return query, keys, values
-
-
-def _gate(joined: Tensor) -> Tensor:
-    """silu(gate) * value [R, I] of [R, 2 I]."""
-    rows, width = len(joined), joined.shape[1] // 2
-    out = joined.new_empty(rows, width)
-    with torch.cuda.device_of(joined):
-        gate_kernel[(rows, triton.cdiv(width, GATES))](joined, out, WIDTH=width, BLOCK=GATES)
-    return out
 
 
 def _tap(layer: _Layer, x_RD: Tensor, out_RF: Tensor) -> None:

@@ -9,19 +9,31 @@ import triton.language as tl
 
 
 @triton.jit
+def _scaled(unit, weight, offset, ONCE: tl.constexpr, dtype: tl.constexpr):
+    """A row of root mean square 1, times the weights of a norm; rounded before only without ONCE."""
+    rounded = unit if ONCE else unit.to(dtype).to(tl.float32)
+    return (rounded * (weight.to(tl.float32) + offset)).to(dtype)
+
+
+@triton.jit
 def add_norm_kernel(
     x,  # [R, WIDTH], in and out: the residual stream
     y,  # [R, WIDTH] what is added first; read only with ADD
-    weight,  # [WIDTH]
+    after,  # [WIDTH] weights of a norm of y; read only with AFTER
+    before,  # [WIDTH] weights of a norm of x; read only with BEFORE
     out,  # [R, WIDTH] by stride
     out_stride,
     epsilon,
+    offset,  # of weights
     factor,  # of y
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     ADD: tl.constexpr,
+    AFTER: tl.constexpr,
+    BEFORE: tl.constexpr,
+    ONCE: tl.constexpr,
 ):
-    """``x += factor * y``, then ``out = weight * x / rms(x)``."""
+    """``x += factor * norm(y)``, then ``out = norm(x)``."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
@@ -29,13 +41,17 @@ def add_norm_kernel(
     value = tl.load(x + row * WIDTH + column, mask=inside, other=0.0)
     if ADD:
         added = tl.load(y + row * WIDTH + column, mask=inside, other=0.0)
+        if AFTER:
+            wide = added.to(tl.float32)
+            unit = wide * (1.0 / tl.sqrt(tl.sum(wide * wide, 0) / WIDTH + epsilon))
+            added = _scaled(unit, tl.load(after + column, mask=inside, other=0.0), offset, ONCE, dtype)
         value = (value.to(tl.float32) + factor * added.to(tl.float32)).to(dtype)
         tl.store(x + row * WIDTH + column, value, mask=inside)
-    wide = value.to(tl.float32)
-    scale = 1.0 / tl.sqrt(tl.sum(wide * wide, 0) / WIDTH + epsilon)
-    normed = (wide * scale).to(dtype).to(tl.float32)
-    scaled = normed * tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * out_stride + column, scaled.to(dtype), mask=inside)
+    if BEFORE:
+        wide = value.to(tl.float32)
+        unit = wide * (1.0 / tl.sqrt(tl.sum(wide * wide, 0) / WIDTH + epsilon))
+        value = _scaled(unit, tl.load(before + column, mask=inside, other=0.0), offset, ONCE, dtype)
+    tl.store(out + row * out_stride + column, value, mask=inside)
 
 
 @triton.jit
@@ -45,21 +61,29 @@ def turn_kernel(
     places,  # [R] int64, where the rows' keys and values are stored
     cosines,  # [positions, ROTATED]
     sines,
-    norms,  # [2, DIM] weights of the norms of each query head and of each key head; read only with NORM
+    norms,  # [2, DIM] weights of norms of query heads and key heads, or [H + G, DIM] with WHOLE; read only with NORM
     query,  # out [R, H, DIM]
     keys,  # out [places, G, DIM]
     values,  # out [places, G, DIM]
     epsilon,
+    offset,  # of weights
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK: tl.constexpr,
     ROTATED: tl.constexpr,
     NORM: tl.constexpr,
+    WHOLE: tl.constexpr,  # a norm is over all query heads, or all key heads, instead of each
+    ALL: tl.constexpr,  # a power of 2 that holds what a norm is over
+    ONCE: tl.constexpr,
 ):
     """Norm and rotate one head of a row, and store it where attention reads it."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    joined += (row * (HEADS + 2 * KV_HEADS) + head) * DIM
+    joined += row * (HEADS + 2 * KV_HEADS) * DIM
+    normed = joined + head * DIM
+    if WHOLE:
+        normed = joined + (head >= HEADS).to(tl.int32) * HEADS * DIM
+    joined += head * DIM
     column = tl.arange(0, BLOCK)
     inside = column < DIM
     dtype = query.dtype.element_ty
@@ -73,18 +97,25 @@ def turn_kernel(
         turned = column < ROTATED
         partner = tl.load(joined + other, mask=turned, other=0.0)
         if NORM:
-            norms += (head >= HEADS).to(tl.int32) * DIM
-            wide = value.to(tl.float32)
-            scale = 1.0 / tl.sqrt(tl.sum(wide * wide, 0) / DIM + epsilon)
-            value = (wide * scale).to(dtype).to(tl.float32) * tl.load(norms + column, mask=inside, other=0.0)
-            partner = (partner.to(tl.float32) * scale).to(dtype).to(tl.float32)
-            partner = partner * tl.load(norms + other, mask=turned, other=0.0)
-            value, partner = value.to(dtype), partner.to(dtype)
+            count = DIM
+            if WHOLE:
+                norms += head * DIM
+                count = tl.where(head < HEADS, HEADS * DIM, KV_HEADS * DIM)
+            else:
+                norms += (head >= HEADS).to(tl.int32) * DIM
+            every = tl.arange(0, ALL)
+            wide = tl.load(normed + every, mask=every < count, other=0.0).to(tl.float32)
+            scale = 1.0 / tl.sqrt(tl.sum(wide * wide, 0) / count + epsilon)
+            weight = tl.load(norms + column, mask=inside, other=0.0)
+            value = _scaled(value.to(tl.float32) * scale, weight, offset, ONCE, dtype)
+            weight = tl.load(norms + other, mask=turned, other=0.0)
+            partner = _scaled(partner.to(tl.float32) * scale, weight, offset, ONCE, dtype)
+        rounded: tl.constexpr = cosines.dtype.element_ty  # products are rounded as angles are
         angle = tl.load(positions + row) * ROTATED + column
         cosine = tl.load(cosines + angle, mask=turned, other=1.0).to(tl.float32)
         sine = tl.load(sines + angle, mask=turned, other=0.0).to(tl.float32)
-        near = (value.to(tl.float32) * cosine).to(dtype).to(tl.float32)
-        far = (partner.to(tl.float32) * sine).to(dtype).to(tl.float32)
+        near = (value.to(tl.float32) * cosine).to(rounded).to(tl.float32)
+        far = (partner.to(tl.float32) * sine).to(rounded).to(tl.float32)
         result = tl.where(column < half, near - far, near + far).to(dtype)
         if head < HEADS:
             tl.store(query + (row * HEADS + head) * DIM + column, result, mask=inside)
@@ -98,15 +129,17 @@ def gate_kernel(
     out,  # [R, WIDTH]
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
+    GELU: tl.constexpr,
 ):
-    """``out = silu(gate) * value``."""
+    """``out = act(gate) * value``: SiLU, or GELU approximated by tanh, which is a product with a sigmoid too."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < WIDTH
     dtype = out.dtype.element_ty
     gate = tl.load(joined + row * 2 * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
     value = tl.load(joined + row * 2 * WIDTH + WIDTH + column, mask=inside, other=0.0).to(tl.float32)
-    open_ = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
+    slope = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate) if GELU else gate
+    open_ = (gate / (1.0 + tl.exp(-slope))).to(dtype).to(tl.float32)
     tl.store(out + row * WIDTH + column, (open_ * value).to(dtype), mask=inside)
 
 

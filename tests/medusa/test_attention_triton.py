@@ -144,24 +144,26 @@ def test_the_kernel_compiles_for_hopper():
     assert compiled.metadata.shared >= 2 * tile.stages * tile.keys * 128 * 2
 
 
-@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("norms", ["none", "heads", "whole"])
 @pytest.mark.parametrize("dim", [64, 80, 256])
-def test_the_kernels_of_a_pass_compile(dim, norm):
+def test_the_kernels_of_a_pass_compile(dim, norms):
     """Without spilled registers, on an old card and on a new one."""
     types = dict.fromkeys(["joined", "cosines", "sines", "norms", "query", "keys", "values", "x", "y"], "*bf16")
-    types |= {"weight": "*bf16", "out": "*bf16", "positions": "*i64", "places": "*i64"}
-    types |= {"epsilon": "fp32", "factor": "fp32", "out_stride": "i32"}
-    constants = {"HEADS": 32, "KV_HEADS": 8, "DIM": dim, "BLOCK": triton.next_power_of_2(dim), "ROTATED": dim}
-    wide = {"WIDTH": 40 * dim, "BLOCK": triton.next_power_of_2(40 * dim), "ADD": norm}
+    types |= {"after": "*bf16", "before": "*bf16", "out": "*bf16", "positions": "*i64", "places": "*i64"}
+    types |= {"epsilon": "fp32", "offset": "fp32", "factor": "fp32", "out_stride": "i32"}
+    whole, block = norms == "whole", triton.next_power_of_2(dim)
+    heads = {"HEADS": 32, "KV_HEADS": 8, "DIM": dim, "BLOCK": block, "ROTATED": dim, "NORM": norms != "none"}
+    heads |= {"WHOLE": whole, "ALL": 32 * block if whole else block, "ONCE": whole}
+    wide = {"WIDTH": 40 * dim, "BLOCK": triton.next_power_of_2(40 * dim), "ADD": norms != "none"}
+    wide |= {"AFTER": whole, "BEFORE": norms != "heads", "ONCE": whole}
     for card in (80, HOPPER):
-        assert cross_compile(turn_kernel, types, constants | {"NORM": norm}, card, num_warps=1)[1] == 0
+        assert cross_compile(turn_kernel, types, heads, card, num_warps=4 if whole else 1)[1] == 0
         assert cross_compile(add_norm_kernel, types, wide, card, num_warps=8)[1] == 0
-        if not norm:  # which it does not have
-            assert cross_compile(gate_kernel, types, {"WIDTH": 100 * dim, "BLOCK": 1024}, card)[1] == 0
-            moved = (
-                types | dict.fromkeys(["addresses", "sources", "targets"], "*i64") | {"like": "*bf16", "moves": "i32"}
-            )
-            assert cross_compile(move_kernel, moved, {"WIDTH": 8 * dim, "BLOCK": 2048}, card)[1] == 0
+        gate = {"WIDTH": 100 * dim, "BLOCK": 1024, "GELU": whole}
+        assert norms == "heads" or cross_compile(gate_kernel, types, gate, card)[1] == 0
+        moved = types | dict.fromkeys(["addresses", "sources", "targets"], "*i64") | {"like": "*bf16", "moves": "i32"}
+        moves = {"WIDTH": 8 * dim, "BLOCK": 2048}
+        assert norms != "none" or cross_compile(move_kernel, moved, moves, card)[1] == 0
 
 
 @pytest.mark.parametrize("kind", [KINDS.index(name) for name in ("ce", "lk")])
