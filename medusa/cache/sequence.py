@@ -192,7 +192,7 @@ def commit(pool: BlockPool, table_SW: Tensor, lengths_S: Tensor, path_SA: Tensor
             end.
         counts_S: int64 number of nodes of each path.
     """
-    if path_SA.device.type == "cpu" and not _any_moves(path_SA, counts_S):
+    if native.reads_indices(path_SA) and not _any_moves(path_SA, counts_S):
         return
     buffers = pool.buffers
     if native.reads_indices(path_SA) and all(buffer.device.type == "cpu" for buffer in buffers):

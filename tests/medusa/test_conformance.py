@@ -213,5 +213,8 @@ def test_the_document_lists_the_families_that_are_tested():
     lines = DOCUMENT.read_text(encoding="utf-8").splitlines()
     rows = [[cell.strip(" `") for cell in line.split("|")[1:-1]] for line in lines if line.startswith("| `")]
     table = {family: (how, *backends) for family, _, how, *backends in rows}
-    expected = {family: (how(family), *(computes(family, name) for name in BACKENDS)) for family in FAMILIES}
-    assert table == expected | dict.fromkeys(REFUSED, ("refused", *[""] * len(BACKENDS)))
+    expected = {
+        family: (how(family), *(computes(family, name) for name in BACKENDS), "yes" * (family in FUSED))
+        for family in FAMILIES
+    }
+    assert table == expected | dict.fromkeys(REFUSED, ("refused", *[""] * (len(BACKENDS) + 1)))

@@ -83,7 +83,7 @@ def test_what_our_kernels_compute_stays_as_it_is_and_its_text_plain_decodings(st
 def test_what_torch_computes_is_loaded_in_what_is_faster(stored, own, times, loaded, monkeypatch, caplog):
     monkeypatch.setattr(loading_dtype, "alternate", lambda samples, _: {each: [times[each]] for each in samples})
     with caplog.at_level(logging.INFO, "medusa"):
-        base = MedusaModel.from_pretrained(None, base=stored("olmo2", own), device="cpu").base
+        base = MedusaModel.from_pretrained(None, base=stored("arcee", own), device="cpu").base
     assert (base.dtype, base.fused) == (loaded, False)
     said = [message for message in caplog.messages if message.startswith("dtype")]
     assert len(said) == len(set(times) & {own})
