@@ -12,10 +12,8 @@ passes between the recorded steps.
 import dataclasses
 import logging
 import warnings
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import MappingProxyType
-from typing import NamedTuple
+from collections import deque
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -24,9 +22,10 @@ from medusa.acceptance import Rule
 from medusa.attention import TreePlan
 from medusa.attention.contract import BlockTable
 from medusa.base.model import BaseModel
-from medusa.cache import BlockPool, CachedSequence, FixedTexts
-from medusa.cache.follower import Followed, Follower
+from medusa.cache import BlockPool, CachedSequence
+from medusa.cache.follower import Follower
 from medusa.drafters import Drafter
+from medusa.engine.buckets import NOBODY, Bucket, Key, Latest, Record, Recorded, Replay
 from medusa.engine.prefill import Chunk, advance
 from medusa.engine.step import read_tokens, verify
 from medusa.engine.steps import EagerSteps, Steps
@@ -40,19 +39,6 @@ KEPT_BUCKETS = 8
 """Largest number of idle buckets that are kept; the one that was returned first is dropped."""
 SHORTEST = 512
 """Cached positions of the smallest bucket."""
-LARGER = 4
-"""A bucket may be this many times larger than needed, in requests and in positions."""
-
-Replay = Callable[[], object]
-Record = Callable[[Replay], Replay]
-"""Takes a function over fixed buffers that has run before; returns a function that repeats it.
-
-Raises RuntimeError if it cannot be recorded; the buffers are unchanged then."""
-Key = tuple[BaseModel, Drafter, Rule]
-"""Identifies a recorded step."""
-Latest = Mapping[Follower, Tensor]
-"""Outputs [B, D] at the last positions, for each layer that follows the base."""
-NOBODY: Latest = MappingProxyType({})
 
 
 def cuda_recorder() -> Record:
@@ -76,121 +62,6 @@ def cuda_recorder() -> Record:
     return record
 
 
-class _Recorded(NamedTuple):
-    """A recorded step.
-
-    Attributes:
-        replay: Repeats the step.
-        emitted: The buffer that receives ``Accepted.emitted``.
-    """
-
-    replay: Replay
-    emitted: Tensor
-
-
-class _Memory(NamedTuple):
-    """The buffers of a layer that follows the base, in a bucket.
-
-    Attributes:
-        follower: The layer.
-        pool: Its blocks.
-        lines: [requests] int64, the line of each request in that pool's table.
-        latest: [requests, D] outputs of the layer at the last positions.
-    """
-
-    follower: Follower
-    pool: BlockPool
-    lines: Tensor
-    latest: Tensor
-
-    def part(self, lengths_B: Tensor, kv_length: int) -> Followed:
-        """The layer's part of a step, behind ``lengths_B`` cached positions."""
-        table = BlockTable(self.pool.tables.tensor()[self.lines], self.pool.size)
-        return Followed(FixedTexts(self.pool, table, lengths_B, kv_length), self.latest)
-
-
-class _Bucket:
-    """Fixed buffers for a number of requests, and the steps recorded over them.
-
-    Attributes:
-        pool: The pool whose blocks the steps read.
-        memories: Buffers of the layers that follow the base.
-        epochs: Epochs of the pools when the buffers were made.
-        kv_length: Largest number of cached positions that attention reads.
-        state: The state of all requests; inert ones come last.
-        lines: [requests] int64, the line of each request in the pool's table.
-        recorded: Recorded steps by base, drafter and rule.
-    """
-
-    def __init__(self, pool: BlockPool, like: DecodeState, latest: Latest, requests: int, kv_length: int) -> None:
-        def buffer(tensor: Tensor) -> Tensor:
-            return tensor.new_zeros(requests, *tensor.shape[1:])
-
-        self.pool, self.kv_length = pool, kv_length
-        tensors = {field.name: buffer(getattr(like, field.name)) for field in dataclasses.fields(like)}
-        tensors["history"] = like.history.new_zeros(requests, kv_length + 1)
-        self.state = DecodeState(**tensors)
-        self.lines = torch.zeros_like(tensors["roots"])
-        self.memories = [
-            _Memory(one, pool.beside(one, one.new_pool), torch.zeros_like(self.lines), buffer(outputs))
-            for one, outputs in latest.items()
-        ]
-        self.epochs = self._epochs()
-        self.recorded: OrderedDict[Key, _Recorded] = OrderedDict()
-
-    @property
-    def requests(self) -> int:
-        """Number of requests, inert ones included."""
-        return len(self.lines)
-
-    @property
-    def stale(self) -> bool:
-        """Whether memory of the pools has moved since the steps were recorded."""
-        return self.epochs != self._epochs()
-
-    @property
-    def followers(self) -> list[Follower]:
-        """The layers that follow the base."""
-        return [memory.follower for memory in self.memories]
-
-    def _epochs(self) -> list[tuple[int, int]]:
-        return [pool.epoch for pool in (self.pool, *(memory.pool for memory in self.memories))]
-
-    def fits(self, state: DecodeState, requests: int, kv_length: int) -> bool:
-        """Whether this many requests with texts of this length fit, and fill enough of the bucket."""
-        enough = requests <= self.requests <= LARGER * requests and kv_length <= self.kv_length <= LARGER * kv_length
-        return enough and self.state.hidden.shape[1] == state.hidden.shape[1]
-
-    def load(self, state: DecodeState, sequences: Sequence[CachedSequence], latest: Latest = NOBODY) -> None:
-        """Copy a state and the latest outputs of following layers into the buffers; the other requests become inert."""
-        count = len(sequences)
-        for field in dataclasses.fields(state):
-            ours, theirs = getattr(self.state, field.name), getattr(state, field.name)
-            if field.name == "history":
-                theirs = theirs[:, : ours.shape[1]]
-                ours[:count, : theirs.shape[1]].copy_(theirs)
-            else:
-                ours[count:] = 0
-                ours[:count].copy_(theirs)
-        _set_lines(self.lines, sequences)
-        for memory in self.memories:
-            _set_lines(memory.lines, memory.follower.follow(sequences))
-            memory.latest[:count].copy_(latest[memory.follower])
-
-    def read(self, sequences: Sequence[CachedSequence]) -> DecodeState:
-        """Copy the state of these sequences, the first of the bucket, out of the fixed buffers."""
-        fields, count = dataclasses.fields(self.state), len(sequences)
-        for memory in self.memories:
-            memory.follower.resume(sequences, memory.latest[:count])
-        return DecodeState(**{field.name: getattr(self.state, field.name)[:count].clone() for field in fields})
-
-
-def _set_lines(buffer: Tensor, sequences: Sequence[CachedSequence]) -> None:
-    """Write the lines of these sequences; inert requests behind them get line 0."""
-    buffer[len(sequences) :] = 0
-    buffer[: len(sequences)].copy_(torch.tensor([one.line for one in sequences]))
-
-
 class StepGraphs:
     """Runs the steps of a base as graphs, and keeps recorded buckets from call to call.
 
@@ -202,7 +73,7 @@ class StepGraphs:
     def __init__(self, base: BaseModel, record: Record | None = None) -> None:
         self._base, self._given = base, record
         self._record = record or cuda_recorder()
-        self._idle: list[_Bucket] = []
+        self._idle: list[Bucket] = []
         self._pool: BlockPool | None = None
         self._failed = False
         self._told: set[str] = set()
@@ -243,7 +114,7 @@ class StepGraphs:
         reach: int,
         key: Key | None = None,
         latest: Latest = NOBODY,
-    ) -> _Bucket:
+    ) -> Bucket:
         """A bucket for a state whose texts may reach ``reach`` positions in the next steps; it has one user at a time.
 
         An existing bucket that is not much too large is preferred to a new one, for which steps must be recorded. A
@@ -256,12 +127,12 @@ class StepGraphs:
         alike = [one for one in self._idle if one.pool is pool and one.followers == list(latest)]
         fitting = [one for one in alike if one.fits(state, requests, kv_length)]
         if not fitting:
-            return _Bucket(pool, state, latest, requests, kv_length)
+            return Bucket(pool, state, latest, requests, kv_length)
         bucket = min(fitting, key=lambda one: (key not in one.recorded, one.requests, one.kv_length))
         self._idle.remove(bucket)
         return bucket
 
-    def give_back(self, bucket: _Bucket) -> None:
+    def give_back(self, bucket: Bucket) -> None:
         """Return a bucket that is no longer used."""
         self._idle = [*self._idle, bucket][-KEPT_BUCKETS:]
 
@@ -321,7 +192,7 @@ class GraphSteps:
         self._pool, self._state = sequences[0].pool, state
         # Requests with one drafter have the same observers.
         self._followers = [one for one in sequences[0].observers if isinstance(one, Follower)]
-        self._bucket: _Bucket | None = None
+        self._bucket: Bucket | None = None
         self._under_way: deque[_Arrival] = deque()
 
     @property
@@ -368,16 +239,16 @@ class GraphSteps:
             self._record_step(bucket, key, emitted)
         self._under_way.append(_Arrival(emitted))
 
-    def _record_step(self, bucket: _Bucket, key: Key, like: Tensor) -> None:
+    def _record_step(self, bucket: Bucket, key: Key, like: Tensor) -> None:
         # Graphs share their memory, so the graph itself copies its result out of it.
         emitted = torch.empty_like(like)
         replay = self._graphs.record(lambda: emitted.copy_(self._step(bucket)))
         if replay is not None:
-            bucket.recorded[key] = _Recorded(replay, emitted)
+            bucket.recorded[key] = Recorded(replay, emitted)
         while len(bucket.recorded) > KEPT_GRAPHS:
             bucket.recorded.popitem(last=False)
 
-    def _place(self) -> _Bucket:
+    def _place(self) -> Bucket:
         """The bucket for the next step, with reserved blocks and the state; a new one if it is too small or stale."""
         behind = self.ahead * self._drafter.nodes
         for one in self._sequences:
@@ -403,7 +274,7 @@ class GraphSteps:
         for follower in self._followers:
             yield from zip(follower.follow(self._sequences), self._sequences, strict=True)
 
-    def _step(self, bucket: _Bucket) -> Tensor:
+    def _step(self, bucket: Bucket) -> Tensor:
         """One step that reads and updates the fixed state."""
         base, state = self._base, bucket.state
         table = BlockTable(self._pool.tables.tensor()[bucket.lines], self._pool.size)

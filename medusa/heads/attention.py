@@ -15,7 +15,7 @@ from torch.nn import functional
 from medusa.attention import Scoring, TreePlan, attend
 from medusa.base.usual_block import UnusualBlockError
 from medusa.cache import BlockPool, Cached, Follower, Texts
-from medusa.cpu.fused import FusedLayers, LayerWeights
+from medusa.cpu.fused_layers import FusedLayers, LayerWeights
 from medusa.heads.base import HeadsConfig, Vocabulary
 from medusa.heads.blocks import of_parents
 from medusa.heads.decoder import turned

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from medusa.attention import Scoring, TreePlan, attend
 from medusa.base.usual_block import UnusualBlockError
 from medusa.cache import BlockPool, Cached, Follower, Texts
-from medusa.cpu.fused import FusedLayers, LayerWeights
+from medusa.cpu.fused_layers import FusedLayers, LayerWeights
 from medusa.cpu.native import LinearFunction, native_linear
 from medusa.heads.base import HeadsConfig, Vocabulary
 from medusa.heads.blocks import unit_embeddings

@@ -1,0 +1,101 @@
+"""Layers over given hidden states as one C++ call: those of attention and block heads."""
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from medusa.attention import TreePlan
+from medusa.base.usual_block import UnusualBlockError
+from medusa.cache import BlockPool
+from medusa.cpu import native
+from medusa.cpu.native import LinearStruct
+from medusa.cpu.packed import DTYPE, Packed, struct_of
+from medusa.cpu.passes import Arenas, Block, Pass, run
+
+
+class LayerWeights(NamedTuple):
+    """The weights of a layer that reads given hidden states.
+
+    Attributes:
+        linears: Query, key, value, output, gate, up and down projections; or only key and value.
+        norm: Weight of the norm of hidden states.
+        mlp_norm: Weight of the norm before the MLP.
+        token_norm: Weight of the norm of embeddings, if queries, keys and values read [norm(embedding); norm(state)].
+    """
+
+    linears: Sequence[nn.Linear]
+    norm: Tensor
+    mlp_norm: Tensor | None = None
+    token_norm: Tensor | None = None
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All tensors."""
+        weights = [linear.weight for linear in self.linears]
+        norms = (self.norm, self.mlp_norm, self.token_norm)
+        return [tensor.detach() for tensor in (*weights, *norms) if tensor is not None]
+
+    @property
+    def struct(self) -> Block:
+        """The struct for the kernel."""
+        structs = [LinearStruct.of(linear.weight) for linear in self.linears]
+        if len(structs) == 2:
+            structs = [LinearStruct(), *structs, *[LinearStruct()] * 4]
+        norm, mlp_norm, token_norm = (
+            None if norm is None else norm.data_ptr() for norm in (self.norm, self.mlp_norm, self.token_norm)
+        )
+        return Block(*structs, norm=norm, mlp_norm=mlp_norm, token_norm=token_norm)
+
+
+class FusedLayers:
+    """A sequence of layers over given hidden states.
+
+    Args:
+        layers: Their weights. If layers have only key and value projections, each makes its keys and values from the
+            given states, and the states are returned unchanged.
+        embeddings: [vocabulary, D], packed or not.
+        last_norm: Weight of a norm after the last layer.
+        shape: ``heads``, ``kv_heads``, ``dim`` and ``epsilon``.
+
+    Raises:
+        UnusualBlockError: The kernel does not support such weights.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[LayerWeights],
+        embeddings: Tensor | Packed,
+        last_norm: Tensor | None = None,
+        **shape: Any,
+    ) -> None:
+        self._alive = [tensor for layer in layers for tensor in layer.tensors]
+        self._alive += [] if last_norm is None else [last_norm.detach()]
+        self._embeddings = embeddings
+        known = [*self._alive, *([] if isinstance(embeddings, Packed) else [embeddings])]
+        dtypes = {tensor.dtype for tensor in known} | ({DTYPE} if isinstance(embeddings, Packed) else set())
+        if len(dtypes) > 1 or not all(native.reads(tensor) and tensor.is_contiguous() for tensor in known):
+            raise UnusualBlockError("its weights are of several dtypes, or not on a CPU with C++ kernels")
+        whole, hidden = len(layers[0].linears) > 2, layers[0].norm.numel()
+        inner = layers[0].linears[6].in_features if whole else 0
+        self._dtype, self._blocks = layers[0].norm.dtype, (Block * len(layers))(*(layer.struct for layer in layers))
+        self._arenas = Arenas(len(layers), shape["kv_heads"], shape["dim"], self._dtype)
+        shape["heads"] *= whole
+        self._fixed = Pass(
+            number_type=native.number_type(self._dtype), layers=len(layers), hidden=hidden, width=hidden, inner=inner,
+            context=2**62, scaling=shape["dim"] ** -0.5, residual=1.0, multiplier=1.0,
+            norm=None if last_norm is None else last_norm.data_ptr(),
+            embeddings=struct_of(embeddings), blocks=ctypes.addressof(self._blocks), **shape,
+        )  # fmt: skip
+
+    def __call__(self, pool: BlockPool, plan: TreePlan, angles: tuple[Tensor, Tensor], states_RD: Tensor) -> Tensor:
+        """Outputs [R, D]; keys and values are written into the pool.
+
+        Args:
+            pool: The pool of these layers.
+            plan: The plan of the pass; its tokens are embedded if a layer reads embeddings.
+            angles: Cosines and sines [positions, dim].
+            states_RD: The hidden states, in the weights' dtype.
+        """
+        return run(self._fixed, self._dtype, plan, [angles], *self._arenas(pool), states_RD.contiguous())

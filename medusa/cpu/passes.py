@@ -1,0 +1,105 @@
+"""The C++ pass over tree rows (``kernels/pass.h``): its arguments, and a call."""
+
+import ctypes
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from medusa.attention import TreePlan
+from medusa.cache import BlockPool
+from medusa.cpu import native
+from medusa.cpu.native import LinearStruct
+
+_INT, _FLOAT, _POINTER = ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
+
+
+class Block(ctypes.Structure):
+    """The weights of a layer, and how it attends: ``Block`` of the kernel."""
+
+    _fields_ = [
+        *[(name, LinearStruct) for name in ("query", "key", "value", "output", "gate", "up", "down")],
+        *[
+            (name, _POINTER)
+            for name in ("norm", "after", "mlp_norm", "mlp_after", "query_norm", "key_norm", "token_norm")
+        ],
+        *[(name, _INT) for name in ("whole_norms", "rotary", "window", "chunk", "tap")],
+    ]
+
+
+class Pass(ctypes.Structure):
+    """All arguments of a pass: ``Pass`` of the kernel."""
+
+    _fields_ = [
+        *[
+            (name, _INT)
+            for name in (
+                "number_type", "int8", "threads", "batch", "hidden", "inner", "heads", "kv_heads", "dim", "rotated",
+                "layers", "width", "context", "rounds_once", "gelu", "wide_angles",
+            )
+        ],
+        *[(name, _FLOAT) for name in ("epsilon", "offset", "scaling", "softcap", "residual", "multiplier")],
+        *[(name, _POINTER) for name in ("lengths", "tokens", "parents", "skipped", "firsts")],
+        ("computed", _INT), ("together", _INT),
+        ("table", _POINTER), ("table_stride", _INT), ("table_rows", _INT),
+        *[(name, _POINTER) for name in ("cosines", "sines", "norm")],
+        ("embeddings", LinearStruct),
+        *[(name, _POINTER) for name in ("states", "out", "blocks", "keys", "values")],
+    ]  # fmt: skip
+
+
+class Arenas:
+    """The addresses of the keys and values of a pool's layers.
+
+    Args:
+        layers: Number of layers.
+        kv_heads: Key heads of a layer.
+        dim: Head size.
+        dtype: Dtype of keys and values.
+    """
+
+    def __init__(self, layers: int, kv_heads: int, dim: int, dtype: torch.dtype) -> None:
+        self._layers, self._like = layers, torch.empty(1, kv_heads, 1, dim, dtype=dtype)
+        self._found: tuple[weakref.ref[Tensor], tuple[Any, Any]] | None = None  # for the pool of the last pass
+
+    def __call__(self, pool: BlockPool) -> tuple[Any, Any]:
+        """Addresses by layer. They are looked up again if the first layer has moved, since all layers move together."""
+        arenas, found = pool.arenas[: self._layers], self._found
+        first = arenas[0].keys
+        if found is not None and first is not None and found[0]() is first:
+            return found[1]
+        for arena in arenas:
+            if arena.keys is None:
+                arena.allocate(pool.cache.blocks, self._like, self._like)
+        addresses = _POINTER * len(arenas)
+        keys, values = zip(*(arena.buffers for arena in arenas), strict=True)
+        pair = addresses(*(x.data_ptr() for x in keys)), addresses(*(x.data_ptr() for x in values))
+        self._found = weakref.ref(keys[0]), pair
+        return pair
+
+
+def run(
+    fixed: Pass, dtype: torch.dtype, plan: TreePlan, angles: Sequence[tuple[Tensor, Tensor]], keys: Any, values: Any,
+    states: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Run a pass with these fixed arguments; keys and values are addresses by layer."""
+    firsts = (_INT * (len(plan.sizes) + 1))(*plan.firsts)
+    tokens, parents, lengths = plan.tokens.contiguous(), plan.parents.contiguous(), plan.lengths.contiguous()
+    at = Pass.from_buffer_copy(fixed)  # several threads may decode
+    addresses = _POINTER * len(angles)
+    cosines, sines = (addresses(*(one.data_ptr() for one in tables)) for tables in zip(*angles, strict=True))
+    out = torch.empty(plan.rows, at.width, dtype=dtype)
+    at.threads, at.batch = torch.get_num_threads(), len(plan.sizes)
+    at.computed, at.together = plan.computed, plan.together
+    at.lengths, at.tokens, at.parents = lengths.data_ptr(), tokens.data_ptr(), parents.data_ptr()
+    at.firsts, at.keys, at.values = ctypes.addressof(firsts), ctypes.addressof(keys), ctypes.addressof(values)
+    at.cosines, at.sines, at.rotated = ctypes.addressof(cosines), ctypes.addressof(sines), angles[0][0].shape[1]
+    at.wide_angles = angles[0][0].dtype == torch.float32
+    at.out, blocks = out.data_ptr(), plan.table.blocks
+    at.skipped = None if plan.skipped is None else plan.skipped.data_ptr()
+    at.states = None if states is None else states.data_ptr()
+    at.table, at.table_stride, at.table_rows = blocks.data_ptr(), blocks.stride(0), plan.table.size
+    native.kernels().medusa_pass(ctypes.byref(at))
+    return out
