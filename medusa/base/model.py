@@ -18,16 +18,16 @@ from medusa.base.checkpoint import read_checkpoint
 from medusa.base.context import context_length
 from medusa.base.documents import Separation, document_masks, document_rows, separate_pass
 from medusa.base.mtp import MtpLayer
-from medusa.base.output import OutputLayer, state_size
+from medusa.base.output import Matrices, OutputLayer, state_size
 from medusa.base.taps import DecoderPass, first_layers
 from medusa.base.tensor_parallel import Leader, Nobody
 from medusa.base.traits import Decoding, Traits
-from medusa.base.usual_block import UnusualBlockError
+from medusa.base.usual_block import UnusualBlockError, embedding_scale
 from medusa.cache import BlockPool, CachedSequence, commit, plan_pass
 from medusa.cpu import native
 from medusa.cpu.fused import FusedPass
 from medusa.cpu.int8 import Int8Linear
-from medusa.cpu.packed import Packed, PackedEmbedding, PackedLinear
+from medusa.cpu.packed import PackedEmbedding, PackedLinear
 from medusa.tree import Draft
 
 
@@ -413,15 +413,17 @@ class BaseModel:
         return self._output.linear
 
     @property
-    def matrices(self) -> tuple[Tensor | Packed, Tensor | Packed, Tensor | None] | None:
-        """Embeddings [V, D], weight [V, D] and bias of the output layer; None if these layers compute more."""
+    def matrices(self) -> Matrices | None:
+        """The weights of embeddings and output layer; None if these layers compute more."""
         embeddings, output = self._embeddings, self._output.matrices
-        if output is None:
+        try:
+            scale = embedding_scale(embeddings)
+        except UnusualBlockError:
             return None
-        if isinstance(embeddings, PackedEmbedding) and embeddings.scale is None:
-            return embeddings.packed, *output
-        plain = type(embeddings) is nn.Embedding and type(embeddings.weight) is nn.Parameter
-        return (embeddings.weight, *output) if plain else None
+        packed = isinstance(embeddings, PackedEmbedding)
+        if output is None or not (packed or type(embeddings.weight) is nn.Parameter):
+            return None
+        return Matrices(embeddings.packed if packed else embeddings.weight, scale, *output)
 
     def check_tokens(self, where: str, tokens: Iterable[object]) -> None:
         """Check that all values are token ids of this base.

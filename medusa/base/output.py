@@ -1,6 +1,7 @@
 """A base's output layer: from hidden states to logits, with the family's scale and soft cap."""
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,22 @@ def state_size(config: PreTrainedConfig) -> int:
     OPT-350M's layers are wider: it projects the output of the last layer to the width of its embeddings.
     """
     return int(getattr(config, "word_embed_proj_dim", None) or config.hidden_size)
+
+
+class Matrices(NamedTuple):
+    """The weights at both ends of a base that computes nothing more there.
+
+    Attributes:
+        embeddings: [V, D], packed or not.
+        scale: Factor on embeddings, to whose dtype the product is rounded.
+        weight: [V, D] weight of the output layer, packed or not.
+        bias: [V] bias of the output layer, or None.
+    """
+
+    embeddings: Tensor | Packed
+    scale: float
+    weight: Tensor | Packed
+    bias: Tensor | None
 
 
 class OutputLayer:

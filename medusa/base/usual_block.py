@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from medusa.base.rotary import Rotary
+from medusa.cpu.packed import PackedEmbedding
 
 NORMS = (
     ("input_layernorm", None, "post_attention_layernorm", None),
@@ -103,6 +104,8 @@ def embedding_scale(embeddings: Any) -> float:
     Raises:
         UnusualBlockError: They are of another kind.
     """
+    if isinstance(embeddings, PackedEmbedding):
+        return 1.0 if embeddings.scale is None else float(embeddings.scale)
     scale = getattr(embeddings, "embed_scale", None)
     known = type(embeddings) is nn.Embedding or (isinstance(embeddings, nn.Embedding) and scale is not None)
     if not known or embeddings.max_norm is not None:

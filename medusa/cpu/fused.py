@@ -108,10 +108,10 @@ class FusedPass:
     def _embeddings(self) -> tuple[_Weights, float]:
         """The embeddings, and a factor on them."""
         layer = self._decoder.embed_tokens
+        scale = embedding_scale(layer)
         if isinstance(layer, PackedEmbedding) and self._dtype == DTYPE:
-            factor = 1.0 if layer.scale is None else float(layer.scale)
-            return _Weights(layer.packed, None, None, layer.packed.inputs, layer.packed.outputs), factor
-        scale, weight = embedding_scale(layer), layer.weight
+            return _Weights(layer.packed, None, None, layer.packed.inputs, layer.packed.outputs), scale
+        weight = layer.weight
         if type(weight) is not nn.Parameter or weight.dtype != self._dtype or not weight.is_contiguous():
             raise UnusualBlockError(f"its embeddings are of {weight.dtype}, in another layout or of another class")
         return _Weights(weight.detach(), None, None, layer.embedding_dim, layer.num_embeddings), scale

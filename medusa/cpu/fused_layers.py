@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from medusa.attention import TreePlan
+from medusa.base.output import Matrices
 from medusa.base.usual_block import UnusualBlockError
 from medusa.cache import BlockPool
 from medusa.cpu import native
@@ -55,7 +56,7 @@ class FusedLayers:
     Args:
         layers: Their weights. If layers have only key and value projections, each makes its keys and values from the
             given states, and the states are returned unchanged.
-        embeddings: [vocabulary, D], packed or not.
+        ends: The base's weights, whose embeddings a layer may read.
         last_norm: Weight of a norm after the last layer.
         shape: ``heads``, ``kv_heads``, ``dim`` and ``epsilon``.
 
@@ -66,13 +67,13 @@ class FusedLayers:
     def __init__(
         self,
         layers: Sequence[LayerWeights],
-        embeddings: Tensor | Packed,
+        ends: Matrices,
         last_norm: Tensor | None = None,
         **shape: Any,
     ) -> None:
         self._alive = [tensor for layer in layers for tensor in layer.tensors]
         self._alive += [] if last_norm is None else [last_norm.detach()]
-        self._embeddings = embeddings
+        self._embeddings = embeddings = ends.embeddings
         known = [*self._alive, *([] if isinstance(embeddings, Packed) else [embeddings])]
         dtypes = {tensor.dtype for tensor in known} | ({DTYPE} if isinstance(embeddings, Packed) else set())
         if len(dtypes) > 1 or not all(native.reads(tensor) and tensor.is_contiguous() for tensor in known):
@@ -84,7 +85,7 @@ class FusedLayers:
         shape["heads"] *= whole
         self._fixed = Pass(
             number_type=native.number_type(self._dtype), layers=len(layers), hidden=hidden, width=hidden, inner=inner,
-            context=2**62, scaling=shape["dim"] ** -0.5, residual=1.0, multiplier=1.0,
+            context=2**62, scaling=shape["dim"] ** -0.5, residual=1.0, multiplier=ends.scale,
             norm=None if last_norm is None else last_norm.data_ptr(),
             embeddings=struct_of(embeddings), blocks=ctypes.addressof(self._blocks), **shape,
         )  # fmt: skip

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from medusa.base.output import Matrices
 from medusa.cpu import native
 from medusa.cpu.growth import Grown, GrownStruct, Growth, GrowthStruct
 from medusa.cpu.native import LinearStruct
@@ -21,7 +22,7 @@ class _Drafting(ctypes.Structure):
     _fields_ = [
         *[(name, _INT) for name in ("number_type", "threads", "batch", "hidden", "taps", "inner", "blocks")],
         ("fusion", LinearStruct), ("into", _POINTER), ("out_of", _POINTER), ("output", LinearStruct),
-        ("embeddings", LinearStruct), ("ids", _POINTER),
+        ("embeddings", LinearStruct), ("scale", _FLOAT), ("ids", _POINTER),
         ("growth", GrowthStruct),
         *[(name, _POINTER) for name in ("states", "roots", "active", "keys")],
         ("temperature", _FLOAT), ("grown", GrownStruct),
@@ -34,9 +35,7 @@ class RecurrentWeights:
     Args:
         blocks: ``ResidualBlock``s: ``inner`` [I, 2 D] and ``outer`` [D, I].
         fusion: [D, F - D]; None if there are no feature layers.
-        embeddings: [vocabulary, D], packed or not.
-        weight: Weight [V, D] of the output layer, packed or not.
-        bias: Bias [V] of the output layer, or None.
+        ends: The base's embeddings, and the rows of its output layer that heads draft.
         ids: int64 [V] tokens of the output layer's columns.
     """
 
@@ -44,17 +43,15 @@ class RecurrentWeights:
         self,
         blocks: Iterable[Any],
         fusion: Tensor | None,
-        embeddings: Tensor | Packed,
-        weight: Tensor | Packed,
-        bias: Tensor | None,
+        ends: Matrices,
         ids: Tensor,
     ) -> None:
         pairs = [(block.inner, block.outer) for block in blocks]
         layers = zip(*((LinearStruct.of(layer.weight, layer.bias) for layer in pair) for pair in pairs), strict=True)
         self._into, self._out_of = ((LinearStruct * len(pairs))(*column) for column in layers)
         inside = [parameter for pair in pairs for layer in pair for parameter in layer.parameters()]
-        tables = [one.parts if isinstance(one, Packed) else one for one in (embeddings, weight)]
-        tensors = [*tables, bias, fusion, ids, *inside]
+        tables = [one.parts if isinstance(one, Packed) else one for one in (ends.embeddings, ends.weight)]
+        tensors = [*tables, ends.bias, fusion, ids, *inside]
         # Keep the memory alive: a module that is moved gets new memory.
         self._alive = [tensor.detach() for tensor in tensors if tensor is not None]
         self._drafting = _Drafting(
@@ -62,8 +59,8 @@ class RecurrentWeights:
             inner=pairs[0][0].out_features,
             taps=0 if fusion is None else fusion.shape[1] // len(fusion), blocks=len(pairs),
             fusion=LinearStruct() if fusion is None else LinearStruct.of(fusion), into=ctypes.addressof(self._into),
-            out_of=ctypes.addressof(self._out_of), output=struct_of(weight, bias),
-            embeddings=struct_of(embeddings), ids=ids.data_ptr(),
+            out_of=ctypes.addressof(self._out_of), output=struct_of(ends.weight, ends.bias),
+            embeddings=struct_of(ends.embeddings), scale=ends.scale, ids=ids.data_ptr(),
         )  # fmt: skip
 
     @classmethod

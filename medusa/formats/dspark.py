@@ -65,7 +65,7 @@ class Dspark(DraftFormat):
         """The weights; the heads' gain on the base's output layer becomes a part of the last norm."""
         heads, base = export.heads, base_of(export, self.name)
         output = base_output(export, self.name)
-        if base.matrices is None:
+        if base.matrices is None or base.matrices.scale != 1:
             raise ValueError(
                 f"base ({base.name}) scales or bounds its embeddings or logits, which format 'dspark' cannot hold;"
                 " choose 'native'"

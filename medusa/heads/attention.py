@@ -185,6 +185,6 @@ def _fused(heads: AttentionHeads, vocabulary: Vocabulary) -> FusedLayers | None:
     linears = [getattr(heads, f"{name}_proj") for name in ("q", "k", "v", "o", "gate", "up", "down")]
     weights = LayerWeights(linears, heads.state_norm.weight, heads.mlp_norm.weight, heads.token_norm.weight)
     try:
-        return FusedLayers([weights], vocabulary.matrices[0], **layer.sizes)
+        return FusedLayers([weights], vocabulary.matrices, **layer.sizes)
     except UnusualBlockError:
         return None

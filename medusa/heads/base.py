@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from medusa.attention import TreeAttention
+from medusa.base.output import Matrices
 from medusa.cache import Cached, Follower
 from medusa.cpu.native import native_linear
-from medusa.cpu.packed import Packed
 from medusa.cpu.recurrent import RecurrentWeights
 from medusa.heads.layer import LayerConfig
 
@@ -36,7 +36,7 @@ class Vocabulary(Protocol):
         """A function that computes the logits of these tokens only; see ``BaseModel.logits_of``."""
 
     @property
-    def matrices(self) -> tuple[Tensor | Packed, Tensor | Packed, Tensor | None] | None:
+    def matrices(self) -> Matrices | None:
         """Embeddings [V, D], weight [V, D] and bias of the output layer; None if they do more than these products."""
 
 

@@ -207,11 +207,11 @@ def _fused(heads: BlockHeads, vocabulary: Vocabulary) -> tuple[FusedLayers, Fuse
     shape = heads._layer
     if vocabulary.matrices is None or vocabulary.attention.name != "exact" or shape.norm_heads or shape.attention_bias:
         return None
-    embeddings, sizes = vocabulary.matrices[0], shape.sizes
+    ends, sizes = vocabulary.matrices, shape.sizes
     text = [LayerWeights([layer.k_proj, layer.v_proj], heads.text_norm.weight) for layer in heads.layers]
     block = [LayerWeights(layer.linears, layer.input_norm.weight, layer.mlp_norm.weight) for layer in heads.layers]
     try:
-        return FusedLayers(text, embeddings, **sizes), FusedLayers(block, embeddings, heads.output_norm.weight, **sizes)
+        return FusedLayers(text, ends, **sizes), FusedLayers(block, ends, heads.output_norm.weight, **sizes)
     except UnusualBlockError:
         return None
 

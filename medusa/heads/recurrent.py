@@ -35,15 +35,16 @@ class RecurrentHeads(DraftHeads):
         super().join(vocabulary)
         if self.lm_heads is not None or vocabulary.matrices is None:
             return
-        embeddings, weight, bias = vocabulary.matrices
+        ends = vocabulary.matrices
+        weight, bias = ends.weight, ends.bias
         fusion = None if self.fusion is None else self.fusion.weight
-        if not RecurrentWeights.fits([embeddings, weight], bias, fusion, *self.blocks.parameters()):
+        if not RecurrentWeights.fits([ends.embeddings, weight], bias, fusion, *self.blocks.parameters()):
             return
         ids = torch.arange(self.config.output_size) if self.draft_ids is None else self.draft_ids
         if self.draft_ids is not None:
             weight = weight.rows(ids) if isinstance(weight, Packed) else weight[ids]
             bias = None if bias is None else bias[ids]
-        self.native = RecurrentWeights(self.blocks, fusion, embeddings, weight, bias, ids)
+        self.native = RecurrentWeights(self.blocks, fusion, ends._replace(weight=weight, bias=bias), ids)
 
     def forward(
         self,

@@ -40,11 +40,13 @@ SHAPES = pytest.mark.parametrize(
 @pytest.mark.parametrize("dtype", DTYPES)
 @SHAPES
 @pytest.mark.parametrize(
-    ("part", "taps", "temperature"), [(0, (), 0.0), (21, (1,), 0.7)], ids=["whole, greedy", "part, sampled"]
+    ("family", "part", "taps", "temperature"),
+    [("llama", 0, (), 0.0), ("gemma3_text", 21, (1,), 0.7)],
+    ids=["whole, greedy", "part, sampled, scaled embeddings"],
 )
 @torch.inference_mode()
-def test_a_draft_is_what_python_grows(part, taps, shape, temperature, dtype):
-    base = BaseModel(tiny("llama", "exact")[0].model.to(dtype), None, "llama", "exact").tapped(taps)
+def test_a_draft_is_what_python_grows(family, part, taps, shape, temperature, dtype):
+    base = BaseModel(tiny(family, "exact")[0].model.to(dtype), None, family, "exact").tapped(taps)
     heads = frozen_heads(base, dtype, part, taps)
     native_drafter = HeadsDrafter(heads, base, temperature=temperature, **{"nodes": 2} | shape)
     assert heads.native is not None

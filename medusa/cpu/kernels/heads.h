@@ -14,6 +14,7 @@ struct Drafting {
     const Linear *into, *out_of;  // [blocks]: [inner, 2 hidden] and [hidden, inner]
     Linear output;                // [columns, hidden]
     Linear embeddings;            // an output for each token
+    float scale;                  // of embeddings
     const int64_t* ids;           // [columns] tokens
     Growth growth;
     const void* states;           // [batch, (1 + taps) hidden], that predicted the roots
@@ -73,7 +74,7 @@ template <class T, class W> class Draft {  // W: how weights are met
         float* row = &both[r * 2 * at.hidden];
         std::memcpy(row, &before[above * at.hidden], at.hidden * sizeof(float));
         Buffer<T> embedding;
-        scaled(row_of(at.embeddings, token, embedding), row + at.hidden);
+        scaled(row_of(at.embeddings, token, embedding, at.scale), row + at.hidden);
         W::arrange(row, 2 * at.hidden, x.data(), wide_both, r, 0);
     }
 

@@ -76,6 +76,7 @@ template <class T, class W> class Run {  // W: how its weights are met
             put(rounded(scale * (at.rounds_once ? unit : rounded(unit, T())), T()), to + i, here);
         });
     }
+    const T* embedding(int64_t r, Buffer<T>& room) const { return row_of(at.embeddings, at.tokens[r], room, at.multiplier); }
     static void copied(const T* from, int64_t count, float* to) {
         for_vectors(count, [&](int64_t i, int here) { put(wide(from + i, here), to + i, here); });
     }
@@ -119,7 +120,7 @@ template <class T, class W> class Run {  // W: how its weights are met
     auto joined_rows(Member& member, const Block& block) {
         return rows_for(member, 2 * at.hidden, [this, &block](int64_t r, float* to) {
             thread_local Buffer<T> room;
-            normed(row_of(at.embeddings, at.tokens[r], room), block.token_norm, at.hidden, to);
+            normed(embedding(r, room), block.token_norm, at.hidden, to);
             normed(&stream[r * at.hidden], block.norm, at.hidden, to + at.hidden);
         });
     }
@@ -286,12 +287,10 @@ template <class T, class W> class Run {  // W: how its weights are met
         Work work(any_layer(), int(at.threads));
         Team(int(at.threads), stages()).run([&](Member& member) {
             const typename W::Thread equipped;
-            Buffer<T> embedding;
+            Buffer<T> room;
             member.share(rows, [&](int64_t r) {
-                const T* row = at.states ? (const T*)at.states + r * at.hidden : row_of(at.embeddings, at.tokens[r], embedding);
-                for_vectors(at.hidden, [&](int64_t i, int here) {
-                    put(rounded(wide(row + i, here) * splat(at.multiplier), T()), &stream[r * at.hidden + i], here);
-                });
+                const T* row = at.states ? (const T*)at.states + r * at.hidden : embedding(r, room);
+                std::memcpy(&stream[r * at.hidden], row, at.hidden * sizeof(T));
             });
             for (int64_t i = 0; i < at.layers; i++) layer(i, work, member);
             member.share(rows, [&](int64_t r) {

@@ -213,6 +213,16 @@ template <class T> static inline const T* row_of(const Linear& at, int64_t n, Bu
     return (const T*)at.weight + n * at.in;
 }
 
+// The same times a factor, rounded to T.
+template <class T> static inline const T* row_of(const Linear& at, int64_t n, Buffer<T>& room, float factor) {
+    const T* row = row_of(at, n, room);
+    if (factor == 1) return row;
+    grow(room, at.in);
+    T* to = room.data();
+    for_vectors(at.in, [&](int64_t i, int here) { put(rounded(wide(row + i, here) * splat(factor), T()), to + i, here); });
+    return to;
+}
+
 // Calls use(layer of numbers, from, to) for outputs first .. last, as many at a time as stay near where they are packed.
 template <class Use> static void expanded(const Linear& at, int64_t first, int64_t last, Use use) {
     thread_local Buffer<bf16> numbers;
