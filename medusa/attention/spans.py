@@ -57,8 +57,11 @@ def layer_spans(model: Any, decoder: nn.Module, length: int) -> dict[int | None,
         masks.append((mask, _span(options["mask_function"], min(length, MOST))))
         return mask
 
-    def note_layer(layer: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **_: Any) -> tuple[Tensor, None]:
-        span = Span() if mask is None else next((span for known, span in masks if mask is known), None)
+    def note_layer(
+        layer: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **_: Any
+    ) -> tuple[Tensor, None]:
+        parts = [Span()] if attention_mask is None else [span for mask, span in masks if _is_part(attention_mask, mask)]
+        span = next(iter(parts), None)
         index = getattr(layer, "layer_idx", None)
         if span is None or seen.setdefault(index, span) != span:
             raise UnknownSpanError(
@@ -77,6 +80,11 @@ def layer_spans(model: Any, decoder: nn.Module, length: int) -> dict[int | None,
     finally:
         model.set_attn_implementation(before)
     return seen
+
+
+def _is_part(mask: Tensor, known: Tensor) -> bool:
+    """Whether this mask is a known one, or some rows of it, as layers get that compute only a text's last rows."""
+    return mask.untyped_storage().data_ptr() == known.untyped_storage().data_ptr()
 
 
 class UnknownSpanError(ValueError):

@@ -50,6 +50,9 @@ FAMILIES = {
     "gemma": {},
     "gemma2": WINDOW | {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 8.0},
     "gemma3_text": WINDOW | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    "gemma4_text": WINDOW
+    | {"layer_types": ["sliding_attention", "full_attention", "full_attention"], "num_kv_shared_layers": 1}
+    | {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 50, "global_head_dim": 16},
     "glm4": {"partial_rotary_factor": 0.5},
     "gpt2": GPT,
     "gpt_neox": {},
@@ -58,6 +61,7 @@ FAMILIES = {
     "granite": {"logits_scaling": 2.0},
     "llama": {},
     "llama4_text": EXPERTS | CHUNKS,
+    "ministral3": {},
     "mistral": WINDOW,
     "mixtral": EXPERTS,
     "mpt": {"d_model": 32, "n_heads": 4, "n_layers": 3, "max_seq_len": 128},
@@ -87,14 +91,15 @@ GATHERED = ("deepseek_v3",)
 """Their layers compute on what is cached before attention reads it."""
 CHAINS = ("mpt",)
 FUSED = (
-    "exaone4", "gemma", "gemma2", "gemma3_text", "granite", "llama", "mistral", "olmo2", "olmo3", "phi3", "qwen2",
-    "qwen3", "seed_oss", "smollm3",
+    "exaone4", "gemma", "gemma2", "gemma3_text", "granite", "llama", "ministral3", "mistral", "olmo2", "olmo3", "phi3",
+    "qwen2", "qwen3", "seed_oss", "smollm3",
 )  # fmt: skip
 """The usual block, whose whole pass our kernels compute."""
 REFUSED = ("bloom", "mamba")
 """tests/medusa/test_self_test.py"""
 WINDOWED = (
-    "cohere2", "exaone4", "gemma3_text", "gpt_oss", "mistral", "olmo3", "phi3", "phimoe", "qwen2_moe", "starcoder2",
+    "cohere2", "exaone4", "gemma3_text", "gemma4_text", "gpt_oss", "mistral", "olmo3", "phi3", "phimoe", "qwen2_moe",
+    "starcoder2",
 )  # fmt: skip
 REFERENCE_DOES: dict[str, dict[str, tuple[str, ...]]] = {
     "reference": {},
