@@ -110,7 +110,9 @@ def embedding_scale(embeddings: Any) -> float:
     known = type(embeddings) is nn.Embedding or (isinstance(embeddings, nn.Embedding) and scale is not None)
     if not known or embeddings.max_norm is not None:
         raise UnusualBlockError(f"its embeddings are {type(embeddings).__name__}")
-    return 1.0 if scale is None else float(scale.to(embeddings.weight.dtype))
+    if isinstance(scale, Tensor):
+        scale = scale.to(embeddings.weight.dtype)
+    return 1.0 if scale is None else float(scale)
 
 
 def norms_of(layer: Any, like: nn.Module) -> BlockNorms:

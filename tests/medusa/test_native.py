@@ -12,7 +12,7 @@ from medusa import BaseModel
 from medusa.acceptance import Verdict, accept
 from medusa.acceptance.logits import Warper
 from medusa.attention.contract import BlockTable
-from medusa.base.usual_block import UnusualBlockError
+from medusa.base.usual_block import UnusualBlockError, embedding_scale
 from medusa.cache import CachedSequence
 from medusa.cpu import build, native, selection
 from medusa.cpu.native import NativeLinear, available, keep_rows, use_kernels
@@ -342,6 +342,19 @@ def test_a_token_that_the_base_does_not_have_is_refused():
     for token in (-1, 50):
         with pytest.raises(IndexError, match="token id"):
             verify(base, [CachedSequence(base.new_pool())], Draft.chain(torch.tensor([[3, token]])))
+
+
+def test_the_scale_of_embeddings_is_known():
+    base = tiny("gemma3_text")[0]
+    tokens, (embeddings, scale, *_) = torch.arange(9), base.matrices
+    assert torch.equal(base.embed(tokens), embeddings[tokens] * scale) and scale != 1
+
+    class Scaled(nn.Embedding):
+        embed_scale = 2.5
+
+    assert (embedding_scale(Scaled(3, 4)), embedding_scale(nn.Embedding(3, 4))) == (2.5, 1)
+    with pytest.raises(UnusualBlockError, match="Linear"):
+        embedding_scale(nn.Linear(3, 4))
 
 
 def test_a_quantised_end_of_a_base_is_no_plain_matrix():
