@@ -120,7 +120,8 @@ def _attention(model: Any, config: Any, name: str) -> tuple[int, int]:
         if dim is not None:
             both = dim + (getattr(layer, "v_head_dim", None) or dim)
             groups, latent = getattr(layer, "num_key_value_groups", None) or 1, getattr(layer, "kv_lora_rank", None)
-            cached += latent + layer.qk_rope_head_dim if latent else config.num_attention_heads // groups * both
+            if not getattr(layer, "is_kv_shared_layer", False):  # Gemma 4: it reads those of an earlier layer
+                cached += latent + layer.qk_rope_head_dim if latent else config.num_attention_heads // groups * both
             scored += config.num_attention_heads * both
     if not scored:
         raise ValueError(f"base ({name}) has no layer with keys and values; give a transformer")
