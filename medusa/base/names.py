@@ -58,7 +58,7 @@ def resolve_base(name: str, heads_directory: str | Path | None = None) -> str:
     """
     places = [] if heads_directory is None else [Path(heads_directory) / name]
     for place in (*places, Path(full_name(name))):
-        if place.is_dir() or (place.suffix == SUFFIX and place.is_file()):
+        if is_at(place):
             return str(place.resolve())
     if not is_path(name):
         return full_name(name)
@@ -69,6 +69,11 @@ def resolve_base(name: str, heads_directory: str | Path | None = None) -> str:
         f"base ({name}) is not where these heads name it, neither from their directory ({theirs}) nor from here"
         f" ({Path.cwd()}); give the base too, or put it there"
     )
+
+
+def is_at(place: Path) -> bool:
+    """Whether a base can be here: a directory, or a GGUF file."""
+    return place.is_dir() or (place.suffix == SUFFIX and place.is_file())
 
 
 def is_path(name: str) -> bool:

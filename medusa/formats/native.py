@@ -45,7 +45,7 @@ def save_heads(heads: DraftHeads, directory: str | Path, provenance: Mapping[str
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     config = dataclasses.asdict(heads.config)
-    if heads.config.base and Path(heads.config.base).is_dir():
+    if heads.config.base and names.is_at(Path(heads.config.base)):
         config |= _local(Path(heads.config.base), directory)
     if heads.config.base_adapter:
         config["base_adapter"] = ADAPTER
@@ -83,8 +83,8 @@ class Native(Format):
             config = HeadsConfig(**values)
         except TypeError as error:
             raise ValueError(f"heads config ({path}) has wrong keys: {error}; export the heads again") from error
-        if names.is_path(config.base) and not (directory / config.base).is_dir() and Path(str(place)).is_dir():
-            config = dataclasses.replace(config, base=str(place))
+        if place and names.is_path(config.base) and not names.is_at(directory / config.base):
+            config = dataclasses.replace(config, base=str(place) if names.is_at(Path(str(place))) else config.base)
         if config.base_adapter:
             config = dataclasses.replace(config, base_adapter=_adapter_in(directory, config.base_adapter))
         return config

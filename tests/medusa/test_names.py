@@ -13,7 +13,7 @@ from medusa.base import names, on_hub, smollm2
 from medusa.benchmarks.arguments import build_parser as bench_flags
 from medusa.data import load_tokenizer
 from medusa.data.options import parser as data_flags
-from medusa.formats import save_heads
+from medusa.formats import load_heads, save_heads
 from medusa.io.hub import fetch_heads
 from medusa.serve.demo.questions import questions
 from medusa.serve.model_options import DEFAULT_HEADS, ModelOptions
@@ -128,6 +128,20 @@ def test_heads_find_their_base_alone_and_together_with_it(base_directory, make_h
         MedusaModel.from_pretrained(alone)
     assert f"neither from their directory ({alone}) nor from here (" in str(refusal.value)
     assert "give the base too, or put it there" in str(refusal.value)
+
+
+def test_heads_of_a_file_find_it_alone_and_together_with_it(make_heads, tmp_path):
+    file = tmp_path / "here" / "base.gguf"
+    heads = save_heads(make_heads(base=str(file)), file.parent / "heads")  # the name alone: there is no file yet
+    assert load_heads(heads).config.base == str(file)
+    file.touch()
+    save_heads(make_heads(base=str(file)), heads)
+    alone = shutil.copytree(heads, tmp_path / "far" / "away" / "heads")
+    assert names.resolve_base(load_heads(alone).config.base, alone) == str(file)
+    together = file.parent.rename(tmp_path / "there")
+    assert names.resolve_base(load_heads(together / "heads").config.base, together / "heads") == str(
+        together / "base.gguf"
+    )
 
 
 def test_heads_of_the_embedded_base_name_it(shipped, make_heads, tmp_path):
