@@ -12,6 +12,7 @@ import time
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,7 +22,8 @@ from transformers import AutoModelForCausalLM, MistralConfig, OPTConfig
 
 from medusa import BaseModel, MedusaModel
 from medusa.data.exchange import Prompt, Settings
-from medusa.train.own import asked, measure
+from medusa.files import header, write_json
+from medusa.train.own import asked, measure, result
 from medusa.train.own.answers import HELDOUT, TRAIN, answer, answered
 from medusa.train.own.command import main
 from medusa.train.own.estimate import make_plan
@@ -47,6 +49,15 @@ def base(base_directory: Path) -> BaseModel:
 
 def costs(**values: float) -> Costs:
     return Costs(**{"prompt": 0.0, "answer": 1.0, "first": 1.0, "later": 0.5} | values, fixed={})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("template", "command"), [(True, "chat"), (False, "serve")])
+def test_the_next_command_is_one_that_the_base_can_take(template: bool, command: str, tmp_path: Path) -> None:
+    ways = {name: {"tokens": 2, "steps": 1, "seconds": 1.0} for name in result.WAYS}
+    write_json(tmp_path / result.FILE, {**header("comparison"), "prompts": 1, "ways": ways, "chat": template})
+    said = StringIO()
+    result.show(SimpleNamespace(asked=ASKED), tmp_path, Console(file=said, width=200))  # type: ignore[arg-type]
+    assert f"use them:    medusa {command} --heads {tmp_path / 'heads'}" in said.getvalue()
 
 
 def test_dear_answers_are_passed_over_more_often() -> None:

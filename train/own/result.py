@@ -16,7 +16,6 @@ from medusa.formats import load_provenance
 from medusa.io.card import write_card
 from medusa.train.evaluate import held_out_prompts
 from medusa.train.own.answers import HELDOUT
-from medusa.train.own.asked import TEXT
 from medusa.train.own.estimate import COMPARED_TOKENS
 from medusa.train.own.plan import Plan
 from medusa.train.own.screen import Tell
@@ -47,7 +46,8 @@ def compare(plan: Plan, out: Path, tell: Tell) -> None:
             for key, value in _decoded(model, prompt, WAYS[name]).items():
                 sums[name][key] += value
         tell((number + 1) / len(prompts), f"{number + 1} of {len(prompts)} prompts")
-    write_json(out / FILE, {**header("comparison"), "prompts": len(prompts), "ways": sums})
+    chat = bool(model.base.tokenizer.chat_template)
+    write_json(out / FILE, {**header("comparison"), "prompts": len(prompts), "ways": sums, "chat": chat})
 
 
 def _decoded(model: MedusaModel, prompt: Sequence[int], options: Mapping[str, Any]) -> dict[str, float]:
@@ -77,7 +77,7 @@ def show(plan: Plan, out: Path, console: Console) -> None:
         table.add_row(name, *figures, " ".join(f"{100 * share:.0f}" for share in accepted) if name == HEADS else "")
     console.print(table)
     heads = out / "heads"
-    use = f"serve --heads {heads}" if plan.kind == TEXT else f"chat --heads {heads} --colour"
+    use = f"chat --heads {heads} --colour" if compared.get("chat", True) else f"serve --heads {heads}"
     console.print(f"use them:    medusa {use}", highlight=False, markup=False, soft_wrap=True)
     words = f"medusa export --heads {heads} --format custom-generate --out {out / 'export'}"
     console.print(f"export them: {words}", highlight=False, markup=False, soft_wrap=True)
