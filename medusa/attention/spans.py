@@ -60,8 +60,8 @@ def layer_spans(model: Any, decoder: nn.Module, length: int) -> dict[int | None,
     def note_layer(
         layer: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **_: Any
     ) -> tuple[Tensor, None]:
-        parts = [Span()] if attention_mask is None else [span for mask, span in masks if _is_part(attention_mask, mask)]
-        span = next(iter(parts), None)
+        found = (span for mask, span in masks if _is_part(attention_mask, mask))
+        span = Span() if attention_mask is None else next(found, None)
         index = getattr(layer, "layer_idx", None)
         if span is None or seen.setdefault(index, span) != span:
             raise UnknownSpanError(

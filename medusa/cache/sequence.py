@@ -192,10 +192,11 @@ def commit(pool: BlockPool, table_SW: Tensor, lengths_S: Tensor, path_SA: Tensor
             end.
         counts_S: int64 number of nodes of each path.
     """
-    if native.reads_indices(path_SA) and not _any_moves(path_SA, counts_S):
+    read = native.reads_indices(path_SA)
+    if read and not _any_moves(path_SA, counts_S):
         return
     buffers = pool.buffers
-    if native.reads_indices(path_SA) and all(buffer.device.type == "cpu" for buffer in buffers):
+    if read and all(buffer.device.type == "cpu" for buffer in buffers):
         native.keep_rows(buffers, path_SA, counts_S, lengths_S, table_SW, pool.size)
         return
     first_S1, offsets_A = lengths_S[:, None], torch.arange(path_SA.shape[1], device=path_SA.device)

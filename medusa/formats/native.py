@@ -83,8 +83,9 @@ class Native(Format):
             config = HeadsConfig(**values)
         except TypeError as error:
             raise ValueError(f"heads config ({path}) has wrong keys: {error}; export the heads again") from error
-        if place and names.is_path(config.base) and not names.is_at(directory / config.base):
-            config = dataclasses.replace(config, base=str(place) if names.is_at(Path(str(place))) else config.base)
+        lost = names.is_path(config.base) and not names.is_at(directory / config.base)
+        if lost and place and names.is_at(Path(str(place))):
+            config = dataclasses.replace(config, base=str(place))
         if config.base_adapter:
             config = dataclasses.replace(config, base_adapter=_adapter_in(directory, config.base_adapter))
         return config

@@ -186,7 +186,7 @@ class FusedPass:
                 self._shape["epsilon"], self._shape["offset"],
                 HEADS=heads, KV_HEADS=kv_heads, DIM=dim, BLOCK=triton.next_power_of_2(dim),
                 ROTATED=0 if layer.rotary < 0 else kind[0].shape[1], NORM=norms is not None, WHOLE=whole,
-                ALL=triton.next_power_of_2(heads * dim if whole else dim), ONCE=self._shape["rounds_once"],
+                ALL=triton.next_power_of_2(heads * dim), ONCE=self._shape["rounds_once"],
                 num_warps=4 if whole else 1,
             )  # fmt: skip
         return query, keys, values

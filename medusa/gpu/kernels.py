@@ -9,10 +9,19 @@ import triton.language as tl
 
 
 @triton.jit
-def _scaled(unit, weight, offset, ONCE: tl.constexpr, dtype: tl.constexpr):
-    """A row of root mean square 1, times the weights of a norm; rounded before only without ONCE."""
-    rounded = unit if ONCE else unit.to(dtype).to(tl.float32)
-    return (rounded * (weight.to(tl.float32) + offset)).to(dtype)
+def _factor(row, count, epsilon):
+    """What gives a row of ``count`` numbers, zeros behind them, the root mean square 1."""
+    wide = row.to(tl.float32)
+    return 1.0 / tl.sqrt(tl.sum(wide * wide, 0) / count + epsilon)
+
+
+@triton.jit
+def _scaled(row, factor, weight, offset, ONCE: tl.constexpr):
+    """A row times this factor and the weights of a norm; rounded between them only without ONCE."""
+    dtype = row.dtype
+    unit = row.to(tl.float32) * factor
+    unit = unit if ONCE else unit.to(dtype).to(tl.float32)
+    return (unit * (weight.to(tl.float32) + offset)).to(dtype)
 
 
 @triton.jit
@@ -42,15 +51,13 @@ def add_norm_kernel(
     if ADD:
         added = tl.load(y + row * WIDTH + column, mask=inside, other=0.0)
         if AFTER:
-            wide = added.to(tl.float32)
-            unit = wide * (1.0 / tl.sqrt(tl.sum(wide * wide, 0) / WIDTH + epsilon))
-            added = _scaled(unit, tl.load(after + column, mask=inside, other=0.0), offset, ONCE, dtype)
+            weight = tl.load(after + column, mask=inside, other=0.0)
+            added = _scaled(added, _factor(added, WIDTH, epsilon), weight, offset, ONCE)
         value = (value.to(tl.float32) + factor * added.to(tl.float32)).to(dtype)
         tl.store(x + row * WIDTH + column, value, mask=inside)
     if BEFORE:
-        wide = value.to(tl.float32)
-        unit = wide * (1.0 / tl.sqrt(tl.sum(wide * wide, 0) / WIDTH + epsilon))
-        value = _scaled(unit, tl.load(before + column, mask=inside, other=0.0), offset, ONCE, dtype)
+        weight = tl.load(before + column, mask=inside, other=0.0)
+        value = _scaled(value, _factor(value, WIDTH, epsilon), weight, offset, ONCE)
     tl.store(out + row * out_stride + column, value, mask=inside)
 
 
@@ -74,16 +81,13 @@ def turn_kernel(
     ROTATED: tl.constexpr,
     NORM: tl.constexpr,
     WHOLE: tl.constexpr,  # a norm is over all query heads, or all key heads, instead of each
-    ALL: tl.constexpr,  # a power of 2 that holds what a norm is over
+    ALL: tl.constexpr,  # a power of 2 that holds what a norm is over; read only with WHOLE
     ONCE: tl.constexpr,
 ):
     """Norm and rotate one head of a row, and store it where attention reads it."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    joined += row * (HEADS + 2 * KV_HEADS) * DIM
-    normed = joined + head * DIM
-    if WHOLE:
-        normed = joined + (head >= HEADS).to(tl.int32) * HEADS * DIM
-    joined += head * DIM
+    heads = joined + row * (HEADS + 2 * KV_HEADS) * DIM
+    joined = heads + head * DIM
     column = tl.arange(0, BLOCK)
     inside = column < DIM
     dtype = query.dtype.element_ty
@@ -97,19 +101,17 @@ def turn_kernel(
         turned = column < ROTATED
         partner = tl.load(joined + other, mask=turned, other=0.0)
         if NORM:
-            count = DIM
+            of_keys = (head >= HEADS).to(tl.int32)
             if WHOLE:
                 norms += head * DIM
-                count = tl.where(head < HEADS, HEADS * DIM, KV_HEADS * DIM)
+                every, count = tl.arange(0, ALL), tl.where(head < HEADS, HEADS * DIM, KV_HEADS * DIM)
+                whole = tl.load(heads + of_keys * HEADS * DIM + every, mask=every < count, other=0.0)
+                factor = _factor(whole, count, epsilon)
             else:
-                norms += (head >= HEADS).to(tl.int32) * DIM
-            every = tl.arange(0, ALL)
-            wide = tl.load(normed + every, mask=every < count, other=0.0).to(tl.float32)
-            scale = 1.0 / tl.sqrt(tl.sum(wide * wide, 0) / count + epsilon)
-            weight = tl.load(norms + column, mask=inside, other=0.0)
-            value = _scaled(value.to(tl.float32) * scale, weight, offset, ONCE, dtype)
-            weight = tl.load(norms + other, mask=turned, other=0.0)
-            partner = _scaled(partner.to(tl.float32) * scale, weight, offset, ONCE, dtype)
+                norms += of_keys * DIM
+                factor = _factor(value, DIM, epsilon)
+            value = _scaled(value, factor, tl.load(norms + column, mask=inside, other=0.0), offset, ONCE)
+            partner = _scaled(partner, factor, tl.load(norms + other, mask=turned, other=0.0), offset, ONCE)
         rounded: tl.constexpr = cosines.dtype.element_ty  # products are rounded as angles are
         angle = tl.load(positions + row) * ROTATED + column
         cosine = tl.load(cosines + angle, mask=turned, other=1.0).to(tl.float32)
