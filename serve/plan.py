@@ -61,9 +61,11 @@ def show_plan(args: argparse.Namespace) -> int:
     config = gguf_convert.read_config(file) if file else _config(args.base)
     shape = read_shape(config, dtype, args.int8)
     on_gpu = args.device_memory is not None
-    if not on_gpu and not args.int8 and groupwise.reads(config):
-        shape = replace(shape, bits=groupwise.held_bits(config, dtype) or 8 * shape.itemsize)
-    if file and not on_gpu and not args.int8 and dtype in (None, DTYPE) and expands_quickly():
+    packs = not on_gpu and (args.int8 or expands_quickly())
+    if not on_gpu and groupwise.reads(config):
+        bits = groupwise.held_bits(config, dtype) if packs else None
+        shape = replace(shape, bits=bits or 8 * (1 if args.int8 else shape.itemsize))
+    if file and packs and dtype in (None, DTYPE):
         held = gguf_convert.held_bytes(file)
         shape = replace(shape, held=held, bits=round(8 * held / shape.weights))
     memory = args.device_memory or machine_memory()

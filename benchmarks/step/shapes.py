@@ -90,7 +90,7 @@ def random_base(
     """
     model = random_model(config, dtype or choose_dtype(torch.bfloat16, device), device, seed)
     if int8:
-        round_linears(model, keep=model.get_output_embeddings())
+        round_linears(model, output=model.get_output_embeddings())
     if device.type == "cpu":
         use_kernels(model)
     no_words = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()))

@@ -68,7 +68,7 @@ def read_checkpoint(
             config = AutoConfig.from_pretrained(path)
             grouped = device.type == "cpu" and not options and not spread and groupwise.reads(config)
             quantised = not grouped and ("quantization_config" in options or hasattr(config, "quantization_config"))
-            keep = pack and device.type == "cpu" and not int8 and not adapter and _stays_packed(path)
+            keep = pack and device.type == "cpu" and not adapter and (int8 or _stays_packed(path))
             if dtype is None and grouped and keep:
                 dtype = groupwise.packed_dtype(config)
                 if dtype != config.dtype:
@@ -91,9 +91,9 @@ def read_checkpoint(
     if adapter:
         model = apply_adapter(model, adapter, merge=not quantised)
     if int8 and (device.type != "cpu" or spread):
-        raise ValueError(f"int8 weights are for one CPU and device is {device}; leave int8 out, or pass device=cpu")
+        raise ValueError(f"int8 is for one CPU and device is {device}; leave int8 out, or pass device=cpu")
     if int8:
-        round_linears(model, keep=model.get_output_embeddings())
+        round_linears(model, output=model.get_output_embeddings())
     if pack and device.type == "cpu" and not spread:
         use_kernels(model)
     return Checkpoint(model, tokenizer, name, smollm2.source(path) or groupwise.describe(config))

@@ -22,7 +22,6 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from medusa.base.group_layouts import LAYOUTS, Grouped, Layout, bits_and_sizes, read_layer
-from medusa.cpu.native import expands_quickly
 from medusa.cpu.packed import Packed, PackedLinear
 
 logger = logging.getLogger(__name__)
@@ -55,13 +54,13 @@ def packed_dtype(config: Any) -> torch.dtype:
 
 
 def held_bits(config: Any, dtype: torch.dtype | None) -> int | None:
-    """Most bits per weight of a packed layer on a CPU, including scales; None = nothing is packed.
+    """Most bits per weight of a packed layer on a CPU, including scales; None = it cannot be packed.
 
     Args:
         config: The base's config.
         dtype: The requested dtype; None = none was requested.
     """
-    if not describe(config) or not expands_quickly() or (dtype or packed_dtype(config)) != torch.bfloat16:
+    if not describe(config) or (dtype or packed_dtype(config)) != torch.bfloat16:
         return None
     kinds = bits_and_sizes(_quantisation(config))
     return max(math.ceil(bits + (32 / size if size else 0) + (bits == 4) / 4) for bits, size in kinds)

@@ -26,7 +26,6 @@ from medusa.base.usual_block import UnusualBlockError, embedding_scale
 from medusa.cache import BlockPool, CachedSequence, commit, plan_pass
 from medusa.cpu import native
 from medusa.cpu.fused import FusedPass
-from medusa.cpu.int8 import Int8Linear
 from medusa.cpu.packed import PackedEmbedding, PackedLinear
 from medusa.tree import Draft
 
@@ -43,7 +42,7 @@ class BaseModel:
         name: Path or Hub id that it was loaded from.
         attention: A backend of ``medusa.attention`` or "auto", see ``load``.
         source: The kind of its weights, if it is known and special ("4-bit weights .. expanded to bfloat16").
-        int8: Whether its weights are rounded, so that it differs from the model of this name.
+        int8: Whether it multiplies in 8 bits, so that it differs from the model of this name.
         adapter: Directory of the adapter of joint training (Medusa-2), with which it differs from the model of this
             name; "" = no adapter.
 
@@ -118,7 +117,8 @@ class BaseModel:
             device: None = the GPU if there is one, otherwise the CPU.
             pack: Let our kernels compute the linear layers (decoding only, without gradients; no effect on a GPU, on
                 layers that transformers quantises, or on a base that is spread).
-            int8: LOSSY, for CPUs: round linear layers and their inputs to 8 bits, but not the output layer.
+            int8: LOSSY, for CPUs: multiply in 8 bits. Inputs of linear layers are rounded, and their weights if they
+                are not packed; an output layer with plain weights is not rounded.
             attention: A backend of ``medusa.attention``; "auto" = the first of triton and flash that works on a GPU,
                 exact on a CPU with the C++ kernels, otherwise the reference.
             load_options: More arguments of transformers' ``from_pretrained``: ``device_map`` spreads the base over
@@ -401,10 +401,8 @@ class BaseModel:
     @cached_property
     def weight_bytes(self) -> int:
         """About how many bytes a pass reads."""
-        modules = list(self.model.modules())
-        int8 = [one for module in modules if isinstance(module, Int8Linear) for one in (module.rounded, module.scales)]
-        packed = [module.packed.parts for module in modules if isinstance(module, PackedLinear)]
-        read = [*self.model.parameters(), *self.model.buffers(), *int8, *packed]
+        packed = [module.packed.parts for module in self.model.modules() if isinstance(module, PackedLinear)]
+        read = [*self.model.parameters(), *self.model.buffers(), *packed]
         return sum(weight.nbytes for weight in read)
 
     @property

@@ -28,31 +28,27 @@ class _Weights(NamedTuple):
 
     weight: Tensor | Packed
     bias: Tensor | None
-    scales: Tensor | None
     inputs: int
     outputs: int
 
     @property
     def tensors(self) -> list[Tensor | None]:
         """The tensors, which must not move."""
-        return [self.weight.parts if isinstance(self.weight, Packed) else self.weight, self.bias, self.scales]
+        return [self.weight.parts if isinstance(self.weight, Packed) else self.weight, self.bias]
 
     @property
     def struct(self) -> LinearStruct:
         """The struct for the kernels."""
         if isinstance(self.weight, Packed):
             return self.weight.struct(self.bias)
-        return LinearStruct.of(self.weight, self.bias, self.scales, self.inputs, self.outputs)
+        return LinearStruct.of(self.weight, self.bias)
 
     def parts(self, sizes: Sequence[int]) -> "list[_Weights]":
         """Split its outputs into separate layers of these sizes."""
         if isinstance(self.weight, Packed) and any(size % PANEL for size in sizes):
             raise UnusualBlockError("several layers are packed as one, and one of them ends within a panel")
-        weights, biases, scales = (
-            [None] * len(sizes) if whole is None else whole.split(list(sizes)) for whole in self[:3]
-        )
-        triples = zip(weights, biases, scales, strict=True)
-        return [_Weights(*part, self.inputs, size) for part, size in zip(triples, sizes, strict=True)]
+        weights, biases = ([None] * len(sizes) if whole is None else whole.split(list(sizes)) for whole in self[:2])
+        return [_Weights(*part, self.inputs, size) for *part, size in zip(weights, biases, sizes, strict=True)]
 
 
 class FusedPass:
@@ -110,11 +106,11 @@ class FusedPass:
         layer = self._decoder.embed_tokens
         scale = embedding_scale(layer)
         if isinstance(layer, PackedEmbedding) and self._dtype == DTYPE:
-            return _Weights(layer.packed, None, None, layer.packed.inputs, layer.packed.outputs), scale
+            return _Weights(layer.packed, None, layer.packed.inputs, layer.packed.outputs), scale
         weight = layer.weight
         if type(weight) is not nn.Parameter or weight.dtype != self._dtype or not weight.is_contiguous():
             raise UnusualBlockError(f"its embeddings are of {weight.dtype}, in another layout or of another class")
-        return _Weights(weight.detach(), None, None, layer.embedding_dim, layer.num_embeddings), scale
+        return _Weights(weight.detach(), None, layer.embedding_dim, layer.num_embeddings), scale
 
     def _read(self, layer: Any) -> Block:
         """Pointers to a layer's weights."""
@@ -141,7 +137,7 @@ class FusedPass:
         dtypes = {DTYPE if isinstance(one, Packed) else one.dtype for one in plain if one is not None}
         if dtypes != {self._dtype}:
             raise UnusualBlockError("its weights are of several dtypes")
-        if any((one.scales is not None) != self._int8 for one in linears):
+        if any((isinstance(one.weight, Packed) and one.weight.for_dots) != self._int8 for one in linears):
             raise UnusualBlockError("some of its weights are rounded to 8 bits and others are not")
         tensors = [*(tensor for one in linears for tensor in one.tensors), *norms]
         self._keep(tensors)
@@ -163,10 +159,8 @@ def _shape(decoder: Any, layer: Any) -> dict[str, Any]:
 
 
 def _whole(linear: Any) -> _Weights:
-    if isinstance(linear, Int8Linear):
-        return _Weights(linear.rounded, linear.bias, linear.scales, linear.in_features, linear.out_features)
     if isinstance(linear, PackedLinear):
-        return _Weights(linear.packed, linear.bias, None, linear.in_features, linear.out_features)
+        return _Weights(linear.packed, linear.bias, linear.in_features, linear.out_features)
     if not native.is_plain(linear) or not linear.weight.is_contiguous():
         raise UnusualBlockError(f"a linear layer is {type(linear).__name__}")
-    return _Weights(linear.weight, linear.bias, None, linear.in_features, linear.out_features)
+    return _Weights(linear.weight, linear.bias, linear.in_features, linear.out_features)

@@ -1,61 +1,52 @@
-"""LOSSY: linear layers with 8-bit weights, for CPUs. The result is another model than the base.
+"""LOSSY: linear layers that multiply integers of 8 bits, for CPUs. The result is another model than the base.
 
-Weights are rounded once, with a scale per output column. Activations are rounded in each pass, with a scale per group
-of ``GROUP`` values of a row (kernels/int8.h). Products of integers are exact, so a row's result does not depend on
-other rows: with respect to the rounded model, trees and batches are as lossless as with plain weights.
+Inputs of these layers are rounded in each pass, with a scale for each ``RUN`` of a row (kernels/int8.h). Weights that
+are packed (``medusa.cpu.packed``) keep their numbers, so only inputs are rounded, as in llama.cpp. Plain weights are
+rounded once, like GGUF's Q8_0.
+
+Products of integers are exact, so a row's result does not depend on other rows: with respect to the rounded model,
+trees and batches are as lossless as with plain weights.
 """
 
-import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
 
-from medusa.cpu.native import DTYPES, available, linear, replace_linears
-
-GROUP = 128
-"""Values of a row that share a scale; as in kernels/int8.h."""
-LARGEST = 127
-ZERO = 128
-"""Weights are stored as unsigned bytes with this offset, the form that the processor's dot products need."""
+from medusa.cpu.native import DTYPES, available, replace_linears
+from medusa.cpu.packed import Packed, PackedEmbedding, PackedLinear
 
 
-class Int8Linear(nn.Module):
-    """A frozen ``nn.Linear`` rounded to 8 bits: half the bytes of bfloat16, and products several times as fast.
+class Int8Linear(PackedLinear):
+    """A frozen linear layer whose inputs are rounded to 8 bits; its weight is packed in the order of dot products."""
 
-    Attributes:
-        in_features: Number of inputs.
-        out_features: Number of outputs.
-        rounded: uint8 [out, in] weights, ``ZERO`` for 0; padded to whole groups.
-        scales: float32 [out], the value of 1 in each column.
-        bias: [out] or None.
-    """
-
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__()
-        weight = linear.weight.detach().float()
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.scales = weight.abs().amax(1).clamp(min=torch.finfo(torch.float32).tiny) / LARGEST
-        whole = (weight / self.scales[:, None]).round() + ZERO
-        self.rounded = pad(whole, (0, -self.in_features % GROUP), value=ZERO).to(torch.uint8)
-        self.bias: Tensor | None = linear.bias
-
-    def forward(self, x: Tensor) -> Tensor:
-        """``x @ weight.T + bias`` for x [..., in] of the bias's dtype; the result has the same dtype."""
-        return linear(x, self.rounded, self.bias, self.scales)
+    @classmethod
+    def of(cls, linear: nn.Linear) -> "Int8Linear":
+        """The layer with a plain layer's weights, rounded to 8 bits."""
+        bias: Tensor | None = linear.bias
+        return cls(Packed.rounded(linear.weight.detach()).reordered(), bias, linear.weight.dtype)
 
 
-def round_linears(module: nn.Module, keep: nn.Module | None = None) -> int:
-    """Round every ``nn.Linear`` below ``module`` in place; returns their number.
+def round_linears(model: nn.Module, output: nn.Module | None = None) -> int:
+    """Round the linear layers below ``model`` in place; returns their number.
 
     Args:
-        module: Any model on a CPU, in a dtype that the kernels support.
-        keep: A layer that is not rounded: the output layer, whose rounding errors would directly change the text.
+        model: Any model on a CPU, in a dtype that the kernels support.
+        output: The output layer. It is not rounded if its weights are plain, because their errors would directly
+            change the text.
 
     Raises:
         ValueError: The kernels do not run on this machine, or there is no linear layer.
     """
     if not available():
-        raise ValueError("weights of 8 bits (int8) need the C++ kernels, which are not available here; leave int8 out")
-    count = replace_linears(module, lambda linear: linear if linear is keep else Int8Linear(linear))
+        raise ValueError("products of 8 bits (int8) need the C++ kernels, which are not available here; leave int8 out")
+    count = replace_linears(model, lambda linear: linear if linear is output else Int8Linear.of(linear))
+    reordered = dict[int, Packed]()  # embeddings may share their weight with the output layer
+    for path, module in list(model.named_modules()):
+        if type(module) is PackedLinear:
+            packed = reordered[id(module.packed)] = module.packed.reordered()
+            model.set_submodule(path, Int8Linear(packed, module.bias))
+            count += 1
+    for module in model.modules():
+        if isinstance(module, PackedEmbedding):
+            module.packed = reordered.get(id(module.packed), module.packed)
     if not count:
         raise ValueError(f"int8 rounds linear layers in {DTYPES} and there are none; leave int8 out")
     return count

@@ -28,7 +28,7 @@ class LinearStruct(ctypes.Structure):
 
     _fields_ = [
         ("weight", ctypes.c_void_p), ("bias", ctypes.c_void_p), ("outputs", ctypes.c_int64), ("inputs", ctypes.c_int64),
-        ("scales", ctypes.c_void_p), ("packing", ctypes.c_int64), ("runs", ctypes.c_int64),
+        ("packing", ctypes.c_int64), ("runs", ctypes.c_int64),
     ]  # fmt: skip
 
     @classmethod
@@ -36,7 +36,6 @@ class LinearStruct(ctypes.Structure):
         cls,
         weight: Tensor,
         bias: Tensor | None = None,
-        scales: Tensor | None = None,
         inputs: int | None = None,
         outputs: int | None = None,
         packing: int = 0,
@@ -47,16 +46,15 @@ class LinearStruct(ctypes.Structure):
         Args:
             weight: The weight; contiguous.
             bias: Bias of the outputs.
-            scales: Scales of weights that are rounded to 8 bits (``medusa.cpu.int8``).
             inputs: Number of inputs; None = columns of the weight.
             outputs: Number of outputs; None = rows of the weight.
             packing: Packing of the weight (``medusa.cpu.packed``).
             runs: Runs of a block.
         """
         assert weight.is_contiguous(), "rows of a weight follow each other"
-        bias_at, scales_at = (None if tensor is None else tensor.data_ptr() for tensor in (bias, scales))
+        bias_at = None if bias is None else bias.data_ptr()
         sizes = outputs or len(weight), inputs or weight.shape[1]
-        return cls(weight.data_ptr(), bias_at, *sizes, scales_at, packing, runs)
+        return cls(weight.data_ptr(), bias_at, *sizes, packing, runs)
 
 
 @cache
@@ -72,6 +70,7 @@ def kernels() -> ctypes.CDLL:
         "linear": [ctypes.c_int, ctypes.c_int, ctypes.POINTER(LinearStruct), number, pointer, pointer],
         "argmax": [ctypes.c_int, ctypes.c_int, number, number, pointer, pointer],
         "keep": [number, pointer, pointer, number, number, *[pointer] * 4, number, number],
+        "reorder": [ctypes.c_int, ctypes.POINTER(LinearStruct), pointer],
         "pass": [pointer],
         "draft": [pointer],
         "plant": [pointer, pointer, pointer],
@@ -145,16 +144,16 @@ class NativeLinear(nn.Linear):
         return linear(x, self.weight, self.bias)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, scales: Tensor | None = None) -> Tensor:
-    """``x @ weight.T + bias`` for x [..., in], by the kernel; with ``scales``, 8-bit weights (``medusa.cpu.int8``)."""
-    if scales is None and (x.dtype != weight.dtype or x.shape[-1] != weight.shape[1]):
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """``x @ weight.T + bias`` for x [..., in], by the kernel."""
+    if x.dtype != weight.dtype or x.shape[-1] != weight.shape[1]:
         raise RuntimeError(
             f"rows {list(x.shape)} of {x.dtype} do not fit a weight {list(weight.shape)} of {weight.dtype}"
         )
     x, rows = x.contiguous(), x.shape[:-1].numel()
     out = x.new_empty(*x.shape[:-1], len(weight))
     kernels().medusa_linear(
-        number_type(x.dtype), torch.get_num_threads(), LinearStruct.of(weight, bias, scales, x.shape[-1]), rows,
+        number_type(x.dtype), torch.get_num_threads(), LinearStruct.of(weight, bias), rows,
         x.data_ptr(), out.data_ptr(),
     )  # fmt: skip
     return out

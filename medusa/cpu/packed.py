@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from medusa.cpu.gguf_types import KINDS, Parts
-from medusa.cpu.native import LinearKernel, LinearStruct
+from medusa.cpu.native import LinearKernel, LinearStruct, kernels
 
 PANEL, RUN = 16, 32
 """Outputs of a panel, and inputs that share a scale; as in kernels/weights.h."""
@@ -46,6 +46,8 @@ FORMS = {
     8: Form(torch.float32, 1, torch.int8, 0, 8),
 }
 """Layouts by ``Packing`` of kernels/weights.h."""
+FOR_DOTS = 8
+"""Added to a packing whose integers are in the order of dot products in 8 bits (kernels/int8.h)."""
 
 
 @dataclass(frozen=True)
@@ -54,9 +56,9 @@ class Packed:
 
     Attributes:
         parts: uint8 [P, bytes] panels in the layout of kernels/weights.h.
-        packing: Their layout: a key of ``FORMS``.
+        packing: Their layout: a key of ``FORMS``, or one plus ``FOR_DOTS``.
         outputs: O, number of outputs; the rest of the last panel is 0.
-        inputs: I, number of inputs.
+        inputs: I, number of inputs; the rest of the last run is 0.
         runs: Runs of a block, a power of two; they share its factors.
     """
 
@@ -124,6 +126,26 @@ class Packed:
         blocks = [column.contiguous().view(torch.uint8).view(len(column), factors.shape[2], -1) for column in columns]
         return cls(torch.cat(blocks, -1).flatten(1), parts.packing, outputs, inputs, runs)
 
+    @classmethod
+    def rounded(cls, weight: Tensor) -> "Packed":
+        """LOSSY: round a weight [O, I] to 8 bits, each run by its largest number; inputs are padded to whole runs."""
+        runs = pad(weight.float(), (0, -weight.shape[1] % RUN)).unflatten(1, (-1, RUN))
+        factors = (runs.abs().amax(-1, keepdim=True) / 127).half()
+        numbers = (runs / factors.float().clamp(min=torch.finfo(torch.half).tiny)).round().clamp(-127, 127)
+        parts = Parts(3, _panels(factors), _panels(numbers.to(torch.int8)))
+        return replace(cls._of(parts, len(runs), runs.shape[1] * RUN), inputs=weight.shape[1])
+
+    @property
+    def for_dots(self) -> bool:
+        """Whether integers are in the order of ``FOR_DOTS``."""
+        return self.packing > FOR_DOTS
+
+    def reordered(self) -> "Packed":
+        """The same weight, its integers in the other order."""
+        parts = self.parts.clone()
+        kernels().medusa_reorder(torch.get_num_threads(), self.struct(), parts.data_ptr())
+        return replace(self, parts=parts, packing=self.packing + (-FOR_DOTS if self.for_dots else FOR_DOTS))
+
     def expand(self) -> Tensor:
         """Expand to bfloat16 [O, I], the weight of a model that is expanded when it is loaded."""
         whole = torch.empty(len(self.parts) * PANEL, self.inputs, dtype=DTYPE)
@@ -147,7 +169,10 @@ class Packed:
 
     def _expand(self, parts: Tensor) -> Tensor:
         """Expand panels to bfloat16 [16 P, I]."""
-        form, panels, runs = FORMS[self.packing], len(parts), self.inputs // RUN
+        if self.for_dots:
+            ordered = replace(self, parts=parts, outputs=len(parts) * PANEL).reordered()
+            return ordered._expand(ordered.parts)
+        form, panels, runs = FORMS[self.packing], len(parts), -(-self.inputs // RUN)
         blocks, found, at = parts.view(panels, runs // self.runs, -1), [], 0
         for kind, count, rows in ((form.factor, form.factors, 1), (form.code, form.codes, self.runs)):
             size = rows * count * PANEL * kind.itemsize
@@ -172,12 +197,12 @@ class Packed:
                 fifth = rest[..., PANEL * RUN // 2 :].contiguous().view(torch.int32)[..., None]
                 whole = whole | (fifth >> torch.arange(RUN) & 1) << 4
             numbers = whole.float() * values[0][..., None] + values[1][..., None]
-        weight: Tensor = numbers.to(DTYPE).transpose(1, 2).reshape(panels * PANEL, self.inputs)
-        return weight
+        weight: Tensor = numbers.to(DTYPE).transpose(1, 2).reshape(panels * PANEL, runs * RUN)
+        return weight[:, : self.inputs]
 
     def struct(self, bias: Tensor | None = None) -> LinearStruct:
         """The struct for the kernels; the tensors must not move."""
-        return LinearStruct.of(self.parts, bias, None, self.inputs, self.outputs, self.packing, self.runs)
+        return LinearStruct.of(self.parts, bias, self.inputs, self.outputs, self.packing, self.runs)
 
 
 def struct_of(weight: Tensor | Packed, bias: Tensor | None = None) -> LinearStruct:
@@ -190,14 +215,15 @@ class PackedLinear(nn.Module):
 
     Args:
         packed: The weight; its tensor must not move.
-        bias: bfloat16 [O], or None.
+        bias: [O], or None.
+        dtype: Dtype of rows, of outputs and of the bias; only weights for dots have others than bfloat16.
     """
 
-    def __init__(self, packed: Packed, bias: Tensor | None = None) -> None:
+    def __init__(self, packed: Packed, bias: Tensor | None = None, dtype: torch.dtype = DTYPE) -> None:
         super().__init__()
         self.packed, self.bias = packed, bias
         self.in_features, self.out_features = packed.inputs, packed.outputs
-        self.kernel = LinearKernel(packed.struct(bias), DTYPE, [packed.parts, bias])
+        self.kernel = LinearKernel(packed.struct(bias), dtype, [packed.parts, bias])
 
     @property
     def weight(self) -> Tensor:
@@ -205,7 +231,7 @@ class PackedLinear(nn.Module):
         return self.packed.expand()
 
     def forward(self, x: Tensor) -> Tensor:
-        """``x @ weight.T + bias`` for bfloat16 x [..., I]; no gradient passes through."""
+        """``x @ weight.T + bias`` for x [..., I] of the kernel's dtype; no gradient passes through."""
         return self.kernel(x)
 
 

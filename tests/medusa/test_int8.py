@@ -1,12 +1,13 @@
-"""Weights of 8 bits: another model, said so, and lossless towards itself."""
+"""Products of 8 bits: another model, said so, and lossless towards itself."""
 
 import pytest
 import torch
 from torch import nn
 
 from medusa import BaseModel, MedusaModel
-from medusa.cpu.int8 import GROUP, Int8Linear, round_linears
+from medusa.cpu.int8 import Int8Linear, round_linears
 from medusa.cpu.native import available
+from medusa.cpu.packed import RUN, Packed
 from medusa.loading.self_test import choose_decoding, fuse
 
 pytestmark = pytest.mark.skipif(not available(), reason="no int8 kernels on this machine")
@@ -18,22 +19,23 @@ def test_rounding_is_close_and_rows_do_not_know_each_other(dtype):
     linear = nn.Linear(384, 200).to(dtype)
     rows = torch.randn(9, 384).to(dtype) * torch.logspace(-3, 3, 9)[:, None].to(dtype)
     with torch.inference_mode():
-        ours, theirs = Int8Linear(linear)(rows), linear(rows)
+        rounded = Int8Linear.of(linear)
+        ours, theirs = rounded(rows), linear(rows)
         assert 1e-4 < (ours.float() - theirs.float()).norm() / theirs.float().norm() < 0.02
         for row in range(9):
-            assert torch.equal(Int8Linear(linear)(rows[row : row + 1])[0], ours[row])
-        assert torch.equal(Int8Linear(linear)(torch.zeros(1, 384, dtype=dtype))[0], linear.bias)
+            assert torch.equal(rounded(rows[row : row + 1])[0], ours[row])
+        assert torch.equal(rounded(torch.zeros(1, 384, dtype=dtype))[0], linear.bias)
 
 
-def test_every_group_of_a_row_is_rounded_by_its_own_largest_number():
-    """A number a thousand times the others costs those of its own group only."""
+def test_every_run_of_a_row_is_rounded_by_its_own_largest_number():
+    """A number a thousand times the others costs those of its own run only."""
     torch.manual_seed(0)
-    linear, row = nn.Linear(4 * GROUP, 50, bias=False), torch.randn(1, 4 * GROUP)
-    linear.weight.data[:, :GROUP] = 0.0
+    linear, row = nn.Linear(4 * RUN, 50, bias=False), torch.randn(1, 4 * RUN)
+    linear.weight.data[:, :RUN] = 0.0
     with torch.inference_mode():
-        expected = Int8Linear(linear)(row)
+        expected = Int8Linear.of(linear)(row)
         row[0, 3] = 1000.0
-        assert torch.equal(Int8Linear(linear)(row), expected)
+        assert torch.equal(Int8Linear.of(linear)(row), expected)
 
 
 @pytest.mark.parametrize("shape", [(5, 33), (37, 130), (1, 7), (130, 128)])
@@ -45,18 +47,32 @@ def test_sums_are_those_of_whole_numbers(shape):
         torch.randint(-127, 128, (11, shape[1]), generator=generator),
     )
     linear.weight.data = torch.randint(-127, 128, shape, generator=generator).float()
-    linear.weight.data[:, 0], rows[:, ::128] = 127, 127
+    linear.weight.data[:, ::RUN], rows[:, ::RUN] = 127, 127
     with torch.inference_mode():
-        ours = Int8Linear(linear)(rows.float())
+        ours = Int8Linear.of(linear)(rows.float())
     assert torch.equal(ours, (rows.double() @ linear.weight.double().T).float())
 
 
 def test_a_column_of_zeros_stays_zero():
     linear = nn.Linear(64, 3, bias=False)
     linear.weight.data[1] = 0.0
-    out = Int8Linear(linear)(torch.randn(2, 64))
+    out = Int8Linear.of(linear)(torch.randn(2, 64))
     assert out[:, 1].tolist() == [0.0, 0.0]
     assert torch.isfinite(out).all()
+
+
+@pytest.mark.parametrize("shape", [(5, 33), (37, 130), (64, 96)])
+def test_both_orders_hold_the_rounded_weights(shape):
+    torch.manual_seed(0)
+    weight = torch.randn(shape)
+    packed = Packed.rounded(weight)
+    dots = packed.reordered()
+    assert (packed.for_dots, dots.for_dots) == (False, True)
+    assert torch.equal(dots.reordered().parts, packed.parts)
+    assert torch.equal(dots.expand(), packed.expand())
+    assert (packed.expand().float() - weight).abs().max() < 0.02
+    tokens = torch.randint(shape[0], (3, 2))
+    assert torch.equal(dots.rows(tokens), packed.expand()[tokens])
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ from medusa.budget.bound import step_work
 from medusa.budget.plan import in_words
 from medusa.budget.shape import read_shape
 from medusa.cpu.gguf_types import KINDS
+from medusa.cpu.int8 import Int8Linear
 from medusa.cpu.native import NativeLinear, available, expands_quickly, use_kernels
 from medusa.cpu.packed import Packed, PackedEmbedding, PackedLinear
 from medusa.loading.dtype import faster_dtype
@@ -198,6 +199,31 @@ def test_what_would_leave_little_room_stays_packed_on_any_processor(file, monkey
     with caplog.at_level(logging.INFO, "medusa"):
         assert BaseModel.load(file, device="cpu", pack=True).packed
     assert f"they would take {whole} of {2 * whole - 1} bytes" in caplog.text
+
+
+def test_int8_rounds_the_inputs_of_packed_layers_and_not_their_weights(file, pair):
+    exact, rounded = pair[0].base, fuse(choose_decoding(BaseModel.load(file, device="cpu", pack=True, int8=True)))
+    assert rounded.fused
+    assert rounded.int8
+    for name, layer in exact.model.named_modules():
+        if isinstance(layer, PackedLinear):
+            other = rounded.model.get_submodule(name)
+            assert isinstance(other, Int8Linear)
+            assert torch.equal(other.weight, layer.weight)
+    output, embeddings = rounded.model.get_output_embeddings(), rounded.model.get_input_embeddings()
+    assert output.packed is embeddings.packed
+    tokens = torch.arange(3, 60)[None]
+    assert torch.equal(rounded.embed(tokens), exact.embed(tokens))
+    with torch.inference_mode():
+        ours, theirs = (one.logits(one.hidden_states(tokens)[0]).float() for one in (rounded, exact))
+    assert 0 < (ours - theirs).norm() / theirs.norm() < 0.1
+    models = [MedusaModel(rounded, pair[0].heads), MedusaModel(rounded)]
+    prompts = [[5, 9, 5, 9, 5], list(range(3, 60)), [7]]
+    texts = [
+        [out.tokens for out in model.generate(prompts, max_new_tokens=20, nodes=n)]
+        for model, n in zip(models, (6, 1), strict=True)
+    ]
+    assert texts[0] == texts[1]
 
 
 def test_training_reads_the_same_numbers(file, pair):

@@ -1,124 +1,224 @@
-// LOSSY: linear layers whose weights and rows are rounded to 8 bits, see medusa/cpu/int8.py.
+// LOSSY: linear layers that multiply whole numbers of 8 bits, see medusa/cpu/int8.py.
 //
-// A row comes in groups of GROUP numbers, each rounded by its own largest one: whole numbers that fit a byte, their scale,
-// and where their sums start. Weights travel as unsigned bytes (the processor multiplies unsigned by signed ones), so a
-// sum of products is too large by WEIGHT_ZERO times the row's numbers, and starts at minus that. Products of whole numbers
-// are exact.
+// A row comes in runs, each rounded by its own largest number to bytes and a scale. Weights are packed as in weights.h and
+// stay what they are: a run's sum is that of the products of whole numbers, which are exact, times both scales. So sums
+// do not depend on the instructions, and a row's do not depend on the rows beside it.
+//
+// A vector holds four inputs of each of LANES outputs. The processor multiplies unsigned bytes by signed ones: weights of 8
+// bits are ZERO too large, and their sums start at minus ZERO times the row's numbers.
 #pragma once
 #include "linear.h"
 
-constexpr int64_t GROUP = 128;
-constexpr int WEIGHT_ZERO = 128, LARGEST = 127, BYTES = 4 * LANES;
-constexpr int TILE8 = 4;  // rows, and outputs, whose sums are in registers
+constexpr int LARGEST = 127, ZERO = 128, ZERO_OF_SIX = ZERO >> 2;
+constexpr int ROWS8 = LANES == 8 ? 4 : 8;  // whose sums are in registers
+constexpr int NEAR8 = 16;                  // rows that stay near while weights pass by
+constexpr int IN_PANEL = PANEL / LANES;     // of a panel
 
-typedef int8_t vb __attribute__((vector_size(LANES)));
-
-struct alignas(64) Group {
-    int8_t numbers[GROUP];
-    vi start;  // of each lane's sum
-    float scale;
+struct alignas(16) Bytes {
+    int8_t numbers[RUN];
+    float scale, total;  // of a 1; of all numbers
+    int32_t start[2];    // of sums over either half, with weights that are ZERO too large
 };
 
-static inline vi multiply_add(vi sum, const uint8_t* weights, const int8_t* numbers) {
-#if defined(__AVX512VNNI__)
-    return vi(_mm512_dpbusd_epi32(__m512i(sum), _mm512_loadu_si512(weights), _mm512_loadu_si512(numbers)));
-#elif defined(__AVXVNNI__) && !defined(__AVX512F__)
-    return vi(_mm256_dpbusd_avx_epi32(__m256i(sum), _mm256_loadu_si256((const __m256i*)weights), _mm256_loadu_si256((const __m256i*)numbers)));
-#elif defined(__AVX2__)
-    for (int i = 0; i < BYTES; i += 16) {  // in 16 bits: products of bytes would not fit into sums of two
-        const __m256i wide_weights = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i*)(weights + i)));
-        const __m256i wide_numbers = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)(numbers + i)));
-        const __m256i products = _mm256_madd_epi16(wide_weights, wide_numbers);
-#ifdef __AVX512F__
-        sum += vi(_mm512_zextsi256_si512(products));
+typedef int8_t vb __attribute__((vector_size(LANES)));
+typedef uint8_t vbytes __attribute__((vector_size(4 * LANES)));
+typedef int16_t vs __attribute__((vector_size(4 * LANES)));
+template <class W> static inline vi add_signed(vi sum, W weights, vi four);
+
+// Adds products of unsigned bytes and four signed ones, each to its lane. Where no instruction adds up all four, sums are
+// SHORT: of pairs, in 16 bits. Eight products of weights of 4 bits fit, four of 5 bits, two of 6, and none of 8.
+#if defined(__AVX512VNNI__) || (defined(__AVXVNNI__) && !defined(__AVX512F__))
+constexpr bool SHORT = false;
+typedef vi Products;
+static inline Products meet(Products sum, vbytes weights, vi four) {
+#ifdef __AVX512VNNI__
+    return vi(_mm512_dpbusd_epi32(__m512i(sum), __m512i(weights), __m512i(four)));
 #else
-        sum += vi(products);
-#endif
-    }
-    return sum;
-#else
-    for (int j = 0; j < LANES; j++) {
-        int32_t products = 0;
-        for (int i = 0; i < 4; i++) products += int32_t(weights[4 * j + i]) * numbers[4 * j + i];
-        sum[j] += products;
-    }
-    return sum;
+    return vi(_mm256_dpbusd_avx_epi32(__m256i(sum), __m256i(weights), __m256i(four)));
 #endif
 }
+static inline vi whole(Products sum) { return sum; }
+#elif defined(__AVX512BW__) || (defined(__AVX2__) && !defined(__AVX512F__))
+constexpr bool SHORT = true;
+typedef vs Products;
+static inline Products meet(Products sum, vbytes weights, vi four) {
+#ifdef __AVX512BW__
+    return sum + vs(_mm512_maddubs_epi16(__m512i(weights), __m512i(four)));
+#else
+    return sum + vs(_mm256_maddubs_epi16(__m256i(weights), __m256i(four)));
+#endif
+}
+static inline vi whole(Products sum) {
+#ifdef __AVX512BW__
+    return vi(_mm512_madd_epi16(__m512i(sum), _mm512_set1_epi16(1)));
+#else
+    return vi(_mm256_madd_epi16(__m256i(sum), _mm256_set1_epi16(1)));
+#endif
+}
+// With signed weights: their sizes, by numbers with their signs.
+template <class W> static inline vi add_signed(vi sum, W weights, vi four) {
+#ifdef __AVX512BW__
+    const __m512i sizes = _mm512_abs_epi8(__m512i(weights)), negative = _mm512_sub_epi8(__m512i{}, __m512i(four));
+    const __m512i numbers = _mm512_mask_mov_epi8(__m512i(four), _mm512_movepi8_mask(__m512i(weights)), negative);
+#else
+    const __m256i sizes = _mm256_abs_epi8(__m256i(weights)), numbers = _mm256_sign_epi8(__m256i(four), __m256i(weights));
+#endif
+    return sum + whole(meet(Products{}, vbytes(sizes), vi(numbers)));
+}
+#else
+constexpr bool SHORT = false;
+typedef vi Products;
+static inline Products meet(Products sum, vbytes weights, vi four) {
+    for (int c = 0; c < 32; c += 8) sum += (vi(weights) >> c & 255) * (four << (24 - c) >> 24);
+    return sum;
+}
+static inline vi whole(Products sum) { return sum; }
+#endif
+static inline vi spread(const int8_t* four) { return vi{} + load<int32_t>(four); }
 
-// How a pass meets weights of 8 bits; numbers between its layers are of type T.
+// Weights of a panel's vector v, inputs 4 g .. 4 g + 3.
+static inline vbytes lower(vbytes x) { return x & 15; }
+static inline vbytes upper(vbytes x) { return vbytes(vs(x) >> 4) & 15; }
+static inline vbytes weights(const FourDots& all, int v, int g) {
+    const vbytes both = load<vbytes>(all.pairs[g % 4][v * LANES]);
+    return g < 4 ? lower(both) : upper(both);
+}
+static inline vbytes weights(const FiveDots& all, int v, int g) {
+    const vs fifth = load<vs>(all.fifth[v * LANES]);
+    return weights((const FourDots&)all, v, g) | (vbytes(g < 4 ? fifth << (4 - g) : fifth >> (g - 4)) & 16);
+}
+static inline vbytes weights(const EightDots& all, int v, int g) { return load<vbytes>(all.numbers[g][v * LANES]); }
+
+// Sums of products of R rows and a panel.
+template <int R> using Dots = vi[R][IN_PANEL];
+#define EACH_SUM UNROLLED for (int r = 0; r < R; r++) UNROLLED for (int v = 0; v < IN_PANEL; v++)
+
+// Adds those of inputs 4 g .. 4 g + 3 for COUNT of g: FIRST and those behind it, or where weights stand in PAIRS, those too
+// that stand above them.
+template <int R, int FIRST, int COUNT, bool PAIRS, class From>
+static inline void dots(From weights, const Bytes* x, int64_t room, Dots<R>& to) {
+    Products sums[R][IN_PANEL];
+    UNROLLED for (int i = 0; i < COUNT; i++) {
+        const int g = PAIRS ? FIRST + i / 2 + i % 2 * 4 : FIRST + i;
+        vbytes here[IN_PANEL];
+        UNROLLED for (int v = 0; v < IN_PANEL; v++) here[v] = weights(v, g);
+        UNROLLED for (int r = 0; r < R; r++) {
+            const vi four = spread(x[r * room].numbers + 4 * g);
+            UNROLLED for (int v = 0; v < IN_PANEL; v++) {
+                sums[r][v] = meet(i == 0 ? Products{} : sums[r][v], here[v], four);
+                IN_REGISTER(sums[r][v]);  // in this order: the compiler would keep all products
+            }
+        }
+    }
+    EACH_SUM to[r][v] += whole(sums[r][v]);
+}
+// The same of weights of 8 bits whose sums of pairs would not fit with a ZERO.
+template <int R, int FIRST, int COUNT> static inline void signed_dots(const EightDots& all, const Bytes* x, int64_t room, Dots<R>& to) {
+    UNROLLED for (int g = FIRST; g < FIRST + COUNT; g++) {
+        vbytes here[IN_PANEL];
+        UNROLLED for (int v = 0; v < IN_PANEL; v++) here[v] = weights(all, v, g);
+        UNROLLED for (int r = 0; r < R; r++) {
+            const vi four = spread(x[r * room].numbers + 4 * g);
+            UNROLLED for (int v = 0; v < IN_PANEL; v++) {
+                to[r][v] = add_signed(to[r][v], here[v], four);
+                IN_REGISTER(to[r][v]);
+            }
+        }
+    }
+}
+// Over half a run of weights of 8 bits, or of 6.
+template <int R, int HALF, bool SIX> static inline void half_dots(const EightDots& all, const Bytes* x, int64_t room, Dots<R>& to) {
+    constexpr int G = 4 * HALF;
+    const auto from = [&](int v, int g) { return weights(all, v, g) + uint8_t(SIX ? ZERO_OF_SIX : ZERO); };
+    if constexpr (SHORT && !SIX) {
+        EACH_SUM to[r][v] = vi{};
+        signed_dots<R, G, 4>(all, x, room, to);
+    } else {
+        EACH_SUM to[r][v] = vi{} + (x[r * room].start[HALF] >> (SIX ? 2 : 0));
+        if constexpr (SHORT) dots<R, G, 2, false>(from, x, room, to), dots<R, G + 2, 2, false>(from, x, room, to);
+        else dots<R, G, 4, false>(from, x, room, to);
+    }
+}
+
+// Sums of a panel's outputs of R rows: to[r * STRIP + output].
+template <int R, class Panel> static void panel_sums(const Panel& panel, int64_t runs, const Bytes* x, int64_t room, float* to) {
+    typedef typename Panel::Numbers Numbers;
+    vf sums[R][IN_PANEL] = {};
+    for (int64_t run = 0; run < runs; run++, x++) {
+        alignas(64) Values values;
+        const Numbers& numbers = panel.numbers(run);
+        fetch<Panel::WHOLE>((const char*)&numbers);
+        panel.values(run, values);
+        const auto add = [&](const Dots<R>& all, const float* factors) {
+            EACH_SUM sums[r][v] = fma(floats(all[r][v]) * splat(x[r * room].scale), load<vf>(factors + v * LANES), sums[r][v]);
+        };
+        Dots<R> all;
+        if constexpr (std::is_same_v<Numbers, EightDots>) {
+            half_dots<R, 0, Panel::HALVES>(numbers, x, room, all);
+            add(all, values[0]);
+            half_dots<R, 1, Panel::HALVES>(numbers, x, room, all);
+            add(all, values[1]);
+        } else {
+            const auto from = [&](int v, int g) { return weights(numbers, v, g); };
+            EACH_SUM all[r][v] = vi{};
+            if constexpr (SHORT && std::is_same_v<Numbers, FiveDots>) dots<R, 0, 4, true>(from, x, room, all), dots<R, 2, 4, true>(from, x, room, all);
+            else dots<R, 0, 8, true>(from, x, room, all);
+            add(all, values[0]);
+            EACH_SUM sums[r][v] = fma(splat(x[r * room].total), load<vf>(values[1] + v * LANES), sums[r][v]);
+        }
+    }
+    EACH_SUM store(to + r * STRIP + v * LANES, sums[r][v]);
+}
+
+// How a pass in 8 bits meets weights; numbers between its layers are of type T.
 template <class T> struct Rounded {
-    typedef Group number;
+    typedef Bytes number;
     static constexpr bool MATRIX_UNIT = false;
-    static constexpr int64_t UNIT = GROUP, OUTPUTS = TILE8;
+    static constexpr int64_t UNIT = RUN, OUTPUTS = PANEL;
     struct Thread { ~Thread() {} };
-    static int64_t room(int64_t in) { return (in + GROUP - 1) / GROUP; }
+    static int64_t room(int64_t in) { return (in + RUN - 1) / RUN; }
     static constexpr int64_t rows(int64_t count) { return count; }
 
-    static void arrange(const float* numbers, int64_t in, Group* to, int64_t room, int64_t row, int64_t column) {
-        to += row * room + column / GROUP;
-        for (int64_t k = 0; k < in; k += GROUP, to++) {
-            vf parts[GROUP / LANES], most = {};
-            for (int i = 0; i < GROUP / LANES; i++) {
+    static void arrange(const float* numbers, int64_t in, Bytes* to, int64_t room, int64_t row, int64_t column) {
+        to += row * room + column / RUN;
+        for (int64_t k = 0; k < in; k += RUN, to++) {
+            vf parts[RUN / LANES], most = {};
+            UNROLLED for (int i = 0; i < RUN / LANES; i++) {
                 const int64_t from = k + i * LANES, left = in - from;
                 const vf part = parts[i] = left > 0 ? wide(numbers + from, int(std::min<int64_t>(LANES, left))) : vf{};
                 const vf size = part < vf{} ? -part : part;
                 most = size > most ? size : most;
             }
-            float largest = most[0];
-            for (int j = 1; j < LANES; j++) largest = std::max(largest, float(most[j]));
-            to->scale = largest / LARGEST;
+            const float largest = ::largest(most);
             const vf factor = splat(largest > 0 ? LARGEST / largest : 0);
-            for (int i = 0; i < GROUP / LANES; i++) {  // added to 1.5 * 2^23, a number loses what is behind its point
+            vi halves[2] = {};
+            UNROLLED for (int i = 0; i < RUN / LANES; i++) {  // added to 1.5 * 2^23, a number loses what is behind its point
                 const vi whole = __builtin_convertvector((parts[i] * factor + splat(12582912.f)) - splat(12582912.f), vi);
                 store(to->numbers + i * LANES, __builtin_convertvector(whole, vb));
+                halves[2 * i * LANES / RUN] += whole;
             }
-            uint8_t zeros[BYTES];
-            std::fill(zeros, zeros + BYTES, WEIGHT_ZERO);
-            to->start = vi{};
-            for (int k = 0; k < GROUP; k += BYTES) to->start = multiply_add(to->start, zeros, to->numbers + k);
-            to->start = -to->start;
+            const float sums[] = {sum(floats(halves[0])), sum(floats(halves[1]))};
+            to->scale = largest / LARGEST, to->total = to->scale * (sums[0] + sums[1]);
+            for (int half = 0; half < 2; half++) to->start[half] = -ZERO * int32_t(sums[half]);
         }
-    }
-
-    // Outputs n .. n + count of R rows.
-    template <int R, class O>
-    static inline void tile(const Linear& at, int64_t n, int count, const Group* x, O out, int64_t stride) {
-        const int64_t groups = room(at.in);
-        const uint8_t* weight[TILE8];
-        for (int c = 0; c < TILE8; c++) weight[c] = (const uint8_t*)at.weight + (n + std::min(c, count - 1)) * groups * GROUP;
-        vf sums[R][TILE8] = {};
-        for (int64_t g = 0; g < groups; g++) {
-            for (int c = 0; c < TILE8; c++)
-                for (int64_t k = 0; k < GROUP; k += 64) __builtin_prefetch(weight[c] + (g + TILE8 * groups) * GROUP + k);
-            for (int r = 0; r < R; r++) {
-                const Group& group = x[r * groups + g];
-                for (int c = 0; c < TILE8; c++) {
-                    vi sum = group.start;
-                    for (int k = 0; k < GROUP; k += BYTES) sum = multiply_add(sum, weight[c] + g * GROUP + k, group.numbers + k);
-                    sums[r][c] = fma(__builtin_convertvector(sum, vf), splat(group.scale), sums[r][c]);
-                }
-            }
-        }
-        v4 scales = {}, biases = {};
-        for (int c = 0; c < count; c++) scales[c] = at.scales[n + c], biases[c] = at.bias ? widen(((const T*)at.bias)[n + c]) : 0;
-        for (int r = 0; r < R; r++) {
-            const v4 all = added(sums[r][0], sums[r][1], sums[r][2], sums[r][3]) * scales + biases;
-            for (int c = 0; c < count; c++) narrow(rounded<T>(all[c]), out + r * stride + n + c);
-        }
-    }
-    template <int R, class O>
-    static void tiles(const Linear& at, int64_t first, int64_t last, const Group* x, O out, int64_t stride) {
-        for (int64_t n = first; n < last; n += TILE8) tile<R>(at, n, int(std::min<int64_t>(TILE8, last - n)), x, out, stride);
     }
 
     // Outputs first .. last of all rows.
     template <class O>
-    static void linear(const Linear& at, const Group* x, int64_t rows, O out, int64_t stride, int64_t first, int64_t last) {
-        in_groups(rows, TILE8, room(at.in) * GROUP, TILE8, first, last, [&](int64_t row, int64_t count, int64_t from, int64_t to) {
-            with_constant<TILE8>(int(count), [&](auto some) {
-                tiles<decltype(some)::value>(at, from, to, x + row * room(at.in), out + row * stride, stride);
-            });
+    static void linear(const Linear& at, const Bytes* x, int64_t rows, O out, int64_t stride, int64_t first, int64_t last) {
+        const int64_t room = Rounded::room(at.in);
+        alignas(64) float sums[ROWS8 * STRIP + LANES];
+        in_groups(rows, NEAR8, room * RUN, PANEL, first, last, [&](int64_t row, int64_t count, int64_t from, int64_t to) {
+            for (int64_t n = from, next; n < to; n = next) {
+                next = std::min(to, n / PANEL * PANEL + PANEL);
+                with_dots(at, n / PANEL, [&](const auto& panel) {
+                    for (int64_t r = row; r < row + count; r += ROWS8) {
+                        const int some = int(std::min<int64_t>(ROWS8, row + count - r));
+                        with_constant<ROWS8>(some, [&](auto rows) { panel_sums<decltype(rows)::value>(panel, room, x + r * room, room, sums); });
+                        finish<T>(at, n, int(next - n), sums + n % PANEL, some, out + r * stride, stride);
+                    }
+                });
+            }
         });
     }
 };

@@ -92,9 +92,27 @@ static void whole_linear(int threads, const Linear& layer, int64_t rows, const T
 // out [rows, outputs] of x [rows, in], all of one type but the weights, which may be rounded.
 extern "C" int medusa_linear(int number_type, int threads, const Linear* layer, int64_t rows, const void* x, void* out) {
     return outcome([&] {
-        as_usual(number_type, layer->scales != nullptr, [&](auto number, auto how) {
+        as_usual(number_type, layer->for_dots(), [&](auto number, auto how) {
             using T = decltype(number);
             whole_linear<T, decltype(how)>(threads, *layer, rows, (const T*)x, (T*)out);
+        });
+    });
+}
+
+// A packed weight in the other of its two orders; `to` begins as a copy of it.
+extern "C" int medusa_reorder(int threads, const Linear* weight, char* to) {
+    return outcome([&] {
+        Team(threads, 1).run([&](Team::Member& member) {
+            member.share((weight->outputs + PANEL - 1) / PANEL, [&](int64_t p) {
+                with_any(*weight, p, [&](const auto& panel) {
+                    for (int64_t run = 0; run < (weight->in + RUN - 1) / RUN; run++) {
+                        const auto& from = panel.numbers(run);
+                        decltype(other_order(from)) numbers = {};
+                        for (int64_t r = 0; r < PANEL; r++) reorder(from, r, numbers);
+                        std::memcpy(to + ((const char*)&from - (const char*)weight->weight), &numbers, sizeof numbers);
+                    }
+                });
+            });
         });
     });
 }

@@ -12,13 +12,15 @@ constexpr int64_t EXPANDED_BYTES = 64 << 10;  // of expanded weights at a time, 
 constexpr int64_t PACKED_AHEAD = 4096;        // bytes that are on their way
 
 enum Packing : int64_t { NUMBERS, SIMPLE_FOUR, SIMPLE_FIVE, SIMPLE_EIGHT, SUPER_FOUR, SUPER_FIVE, SUPER_EIGHT, GROUP_FOUR, GROUP_EIGHT };
+constexpr int64_t FOR_DOTS = GROUP_EIGHT;  // added to a packing whose numbers stand in the order of int8.h
 
 struct Linear {
     const void *weight, *bias;  // [outputs, in] and [outputs] or null
     int64_t outputs, in;
-    const float* scales;  // [outputs] where weights are rounded to 8 bits: [outputs, whole groups] bytes; else null
-    int64_t packing;      // otherwise, for numbers of bfloat16: each panel is a `Form`
-    int64_t runs;         // of `in` that share factors, a power of two
+    int64_t packing;  // of NUMBERS of the pass's type; else each panel is a `Form`
+    int64_t runs;     // of `in` that share factors, a power of two
+
+    bool for_dots() const { return packing > FOR_DOTS; }
 };
 
 // A whole number q for every input of a run, for each output of a panel.
@@ -31,6 +33,36 @@ struct Five : Four {
 struct Eight {
     int8_t numbers[PANEL][RUN];
 };
+// The same in the order of int8.h: four inputs of an output stand side by side, then those of the next output.
+struct FourDots {
+    uint8_t pairs[RUN / 8][PANEL][4];  // [j][r][c]: input 4 j + c of output r, and above it input 16 + 4 j + c
+};
+struct FiveDots : FourDots {
+    uint8_t fifth[PANEL][4];  // bit j of [r][c]: of input 4 j + c, above the other four
+};
+struct EightDots {
+    int8_t numbers[RUN / 4][PANEL][4];  // of SUPER_EIGHT -32 .. 31
+};
+
+// Input i of output r, and what makes it q where it is 0.
+static inline int number_of(const Four& all, int64_t r, int64_t i) { return all.words[r / 4][i] >> r % 4 * 4 & 15; }
+static inline int number_of(const Five& all, int64_t r, int64_t i) { return number_of((const Four&)all, r, i) | (all.fifth[r] >> i & 1) << 4; }
+static inline int number_of(const Eight& all, int64_t r, int64_t i) { return all.numbers[r][i]; }
+static inline int number_of(const FourDots& all, int64_t r, int64_t i) { return all.pairs[i / 4 % 4][r][i % 4] >> i / 16 * 4 & 15; }
+static inline int number_of(const FiveDots& all, int64_t r, int64_t i) {
+    return number_of((const FourDots&)all, r, i) | (all.fifth[r][i % 4] >> i / 4 & 1) << 4;
+}
+static inline int number_of(const EightDots& all, int64_t r, int64_t i) { return all.numbers[i / 4][r][i % 4]; }
+static inline void set(Four& all, int64_t r, int64_t i, int q) { all.words[r / 4][i] |= (q & 15) << r % 4 * 4; }
+static inline void set(Five& all, int64_t r, int64_t i, int q) { set((Four&)all, r, i, q), all.fifth[r] |= uint32_t(q >> 4) << i; }
+static inline void set(Eight& all, int64_t r, int64_t i, int q) { all.numbers[r][i] = int8_t(q); }
+static inline void set(FourDots& all, int64_t r, int64_t i, int q) { all.pairs[i / 4 % 4][r][i % 4] |= (q & 15) << i / 16 * 4; }
+static inline void set(FiveDots& all, int64_t r, int64_t i, int q) { set((FourDots&)all, r, i, q), all.fifth[r][i % 4] |= q >> 4 << i / 4; }
+static inline void set(EightDots& all, int64_t r, int64_t i, int q) { all.numbers[i / 4][r][i % 4] = int8_t(q); }
+// Numbers of output r in another order.
+template <class From, class To> static inline void reorder(const From& from, int64_t r, To& to) {
+    UNROLLED for (int64_t i = 0; i < RUN; i++) set(to, r, i, number_of(from, r, i));
+}
 
 // Whole numbers of 8 or 16 bits, as they stand in memory.
 template <class B> static inline vi whole(const B* from) {
@@ -54,6 +86,7 @@ static inline vf floats(vi x) { return __builtin_convertvector(x, vf); }
 // An input is first * q + second; of 8 bits first * q in the run's first half and second * q in the other.
 typedef float Values[2][PANEL];
 template <class F, int FACTORS, class C, int CODES, class N> class Form {
+    static constexpr bool EIGHT = std::is_same_v<N, Eight> || std::is_same_v<N, EightDots>;
     static constexpr int64_t HEAD = FACTORS * PANEL * sizeof(F), CODED = CODES * PANEL * sizeof(C);
     static constexpr int64_t BYTES = CODED + sizeof(N);  // of a run
     const int64_t runs, shift;  // runs of a block, and its logarithm
@@ -62,10 +95,12 @@ template <class F, int FACTORS, class C, int CODES, class N> class Form {
     int64_t in_block(int64_t run) const { return run & (runs - 1); }
 
   public:
+    typedef N Numbers;
     static constexpr int64_t WHOLE = HEAD + BYTES;  // of a run that has factors of its own
+    static constexpr bool HALVES = EIGHT && CODES == 2;  // the two values differ in what they are for
 
     Form(const Linear& at, int64_t panel)
-        : runs(at.runs), shift(__builtin_ctzll(runs)), from((const char*)at.weight + panel * (at.in / RUN >> shift) * (HEAD + runs * BYTES)) {}
+        : runs(at.runs), shift(__builtin_ctzll(runs)), from((const char*)at.weight + panel * ((at.in + RUN - 1) / RUN >> shift) * (HEAD + runs * BYTES)) {}
     const N& numbers(int64_t run) const { return ((const N*)(block(run) + HEAD + runs * CODED))[in_block(run)]; }
     void values(int64_t run, Values& to) const {
         const F* factors = (const F*)block(run);
@@ -74,23 +109,37 @@ template <class F, int FACTORS, class C, int CODES, class N> class Form {
             vf first = wide(factors + i), second = wide(factors + (FACTORS - 1) * PANEL + i);
             if (CODES == 1) second = -(first * floats(whole(codes + i)));
             if (CODES == 2) first *= floats(whole(codes + i)), second *= floats(whole(codes + PANEL + i));
-            if (CODES == 2 && !std::is_same_v<N, Eight>) second = -second;
+            if (CODES == 2 && !EIGHT) second = -second;
             store(to[0] + i, first), store(to[1] + i, second);
         }
     }
 };
 
-// Calls use(a panel of a packed weight).
+// The type of a run's numbers in the other order; never called.
+Four other_order(const FourDots&);
+Five other_order(const FiveDots&);
+Eight other_order(const EightDots&);
+FourDots other_order(const Four&);
+FiveDots other_order(const Five&);
+EightDots other_order(const Eight&);
+
+// Calls use(a panel of a packed weight), whose numbers are of these kinds.
+template <class FourBits, class FiveBits, class EightBits, class Use>
+static inline void with_form(const Linear& at, int64_t packing, int64_t panel, Use use) {
+    if (packing == SIMPLE_FOUR) use(Form<f16, 2, uint8_t, 0, FourBits>(at, panel));
+    else if (packing == SIMPLE_FIVE) use(Form<f16, 2, uint8_t, 0, FiveBits>(at, panel));
+    else if (packing == SIMPLE_EIGHT) use(Form<f16, 1, int8_t, 0, EightBits>(at, panel));
+    else if (packing == SUPER_FOUR) use(Form<f16, 2, uint8_t, 2, FourBits>(at, panel));
+    else if (packing == SUPER_FIVE) use(Form<f16, 2, uint8_t, 2, FiveBits>(at, panel));
+    else if (packing == SUPER_EIGHT) use(Form<f16, 1, int8_t, 2, EightBits>(at, panel));
+    else if (packing == GROUP_FOUR) use(Form<float, 1, uint8_t, 1, FourBits>(at, panel));
+    else use(Form<float, 1, int8_t, 0, EightBits>(at, panel));
+}
 template <class Use> static inline void with_panel(const Linear& at, int64_t panel, Use use) {
-    const int64_t packing = at.packing;
-    if (packing == SIMPLE_FOUR) use(Form<f16, 2, uint8_t, 0, Four>(at, panel));
-    else if (packing == SIMPLE_FIVE) use(Form<f16, 2, uint8_t, 0, Five>(at, panel));
-    else if (packing == SIMPLE_EIGHT) use(Form<f16, 1, int8_t, 0, Eight>(at, panel));
-    else if (packing == SUPER_FOUR) use(Form<f16, 2, uint8_t, 2, Four>(at, panel));
-    else if (packing == SUPER_FIVE) use(Form<f16, 2, uint8_t, 2, Five>(at, panel));
-    else if (packing == SUPER_EIGHT) use(Form<f16, 1, int8_t, 2, Eight>(at, panel));
-    else if (packing == GROUP_FOUR) use(Form<float, 1, uint8_t, 1, Four>(at, panel));
-    else use(Form<float, 1, int8_t, 0, Eight>(at, panel));
+    with_form<Four, Five, Eight>(at, at.packing, panel, use);
+}
+template <class Use> static inline void with_dots(const Linear& at, int64_t panel, Use use) {
+    with_form<FourDots, FiveDots, EightDots>(at, at.packing - FOR_DOTS, panel, use);
 }
 
 // The nearest numbers of bfloat16; of what is no number it makes anything.
@@ -135,6 +184,11 @@ static inline void widen(const Eight& numbers, int64_t r, float first, float sec
 #endif
         to[2 * step] = nearest(floats(x << 24 >> 24) * scale), to[2 * step + 1] = nearest(floats(x << 16 >> 24) * scale);
     }
+}
+
+template <class Dots> static inline void widen(const Dots& numbers, int64_t r, float first, float second, Widened& to) {
+    decltype(other_order(numbers)) ordered = {};
+    reorder(numbers, r, ordered), widen(ordered, r, first, second, to);
 }
 
 // The same in bfloat16, in order.
@@ -192,11 +246,16 @@ template <class Panel> static inline void expand(const Panel& panel, int64_t run
     for (int64_t r = 0; r < count; r++) expand<1>(numbers, row + r, front + r, back + r, to + r * stride, stride);
 }
 
+// Calls use(a panel of a weight that is packed in either order).
+template <class Use> static inline void with_any(const Linear& at, int64_t panel, Use use) {
+    at.for_dots() ? with_dots(at, panel, use) : with_panel(at, panel, use);
+}
+
 // All numbers of outputs first .. last: to[output - first][in].
 static void expand(const Linear& at, int64_t first, int64_t last, bf16* to) {
     for (int64_t n = first, next; n < last; n = next) {
         next = std::min(last, n / PANEL * PANEL + PANEL);
-        with_panel(at, n / PANEL, [&](const auto& panel) {
+        with_any(at, n / PANEL, [&](const auto& panel) {
             for (int64_t k = 0; k < at.in; k += RUN) expand(panel, k / RUN, n % PANEL, next - n, to + (n - first) * at.in + k, at.in);
         });
     }

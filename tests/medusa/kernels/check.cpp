@@ -26,7 +26,7 @@ template <class T> static std::vector<T> numbers(int64_t count) {
 
 template <class T> static void check_linear(int64_t outputs, int64_t in) {
     const auto weight = numbers<T>(outputs * in), bias = numbers<T>(outputs), x = numbers<T>(70 * in);
-    const Linear layer{weight.data(), bias.data(), outputs, in, nullptr};
+    const Linear layer{weight.data(), bias.data(), outputs, in};
     const auto run = [&](int threads, int64_t first, int64_t rows) {
         std::vector<T> out(rows * outputs);
         REQUIRE(medusa_linear(TYPE<T>, threads, &layer, rows, x.data() + first * in, out.data()) == DONE);
@@ -50,11 +50,39 @@ template <class T> static void check_linear(int64_t outputs, int64_t in) {
 }
 
 // Packed weights: each number against its formula, and sums against those of the same numbers.
-static int64_t number_of(const Four& all, int64_t r, int64_t i) { return all.words[r / 4][i] >> r % 4 * 4 & 15; }
-static int64_t number_of(const Five& all, int64_t r, int64_t i) {
-    return (all.words[r / 4][i] >> r % 4 * 4 & 15) | (all.fifth[r] >> i & 1) << 4;
+// In the other order they are the same numbers, and rows are rounded: sums of whole numbers, once more in double precision.
+static void check_dots(const Linear& packed, const std::vector<bf16>& weight, const std::vector<bf16>& x, const bf16* bias, int64_t size) {
+    const int64_t outputs = packed.outputs, in = packed.in;
+    std::vector<char> parts((const char*)packed.weight, (const char*)packed.weight + size), back = parts;
+    Linear dots = packed;
+    REQUIRE(medusa_reorder(3, &packed, parts.data()) == DONE);
+    dots.weight = parts.data(), dots.packing += FOR_DOTS;
+    REQUIRE(medusa_reorder(1, &dots, back.data()) == DONE && !std::memcmp(back.data(), packed.weight, size));
+    Buffer<bf16> room;
+    for (int64_t n = 0; n < outputs; n++) REQUIRE(!std::memcmp(row_of(dots, n, room), &weight[n * in], in * sizeof(bf16)));
+    const auto run = [&](int threads, int64_t first, int64_t rows) {
+        std::vector<bf16> out(rows * outputs);
+        REQUIRE(medusa_linear(BFLOAT16, threads, &dots, rows, x.data() + first * in, out.data()) == DONE);
+        return out;
+    };
+    const auto all = run(2, 0, 40);
+    for (int64_t r = 0; r < 40; r++)
+        for (int64_t n = 0; n < outputs; n++) {
+            double sum = widen(bias[n]), length = 1;
+            for (int64_t k = 0; k < in; k++) {
+                float largest = 0;
+                for (int64_t i = k / RUN * RUN; i < k / RUN * RUN + RUN; i++) largest = std::max(largest, std::abs(widen(x[r * in + i])));
+                const double scale = largest / LARGEST, number = std::nearbyint(widen(x[r * in + k]) * (LARGEST / largest)) * scale;
+                sum += number * widen(weight[n * in + k]), length += std::abs(number * widen(weight[n * in + k]));
+            }
+            REQUIRE(std::abs(widen(all[r * outputs + n]) - sum) < 0.01 * (std::abs(sum) + 1) + 0.003 * length);
+        }
+    for (int64_t rows : {0, 1, 2, 3, 5, 8, 9, 17, 33})
+        for (int threads : {1, 3}) {
+            const auto some = run(threads, 4, rows);
+            REQUIRE(rows == 0 || !std::memcmp(some.data(), &all[4 * outputs], some.size() * sizeof(bf16)));
+        }
 }
-static int64_t number_of(const Eight& all, int64_t r, int64_t i) { return all.numbers[r][i]; }
 template <class F, int FACTORS, class C, int CODES, class N>
 static void check_packed(const Form<F, FACTORS, C, CODES, N>&, Packing packing, int64_t outputs, int64_t in, int64_t in_block) {
     const int64_t panels = (outputs + PANEL - 1) / PANEL, blocks = in / RUN / in_block, head = FACTORS * PANEL * sizeof(F);
@@ -62,7 +90,7 @@ static void check_packed(const Form<F, FACTORS, C, CODES, N>&, Packing packing, 
     std::vector<uint8_t> parts(panels * blocks * size);
     for (uint8_t& x : parts) x = uint8_t(generator());
     const auto bias = numbers<bf16>(outputs), x = numbers<bf16>(40 * in);
-    const Linear packed{parts.data(), bias.data(), outputs, in, nullptr, packing, in_block};
+    const Linear packed{parts.data(), bias.data(), outputs, in, packing, in_block};
     std::vector<bf16> weight(outputs * in);
     for (int64_t p = 0; p < panels; p++) {
         uint8_t* panel = &parts[p * blocks * size];
@@ -71,10 +99,12 @@ static void check_packed(const Form<F, FACTORS, C, CODES, N>&, Packing packing, 
         for (int64_t r = 0; r < PANEL && p * PANEL + r < outputs; r++)
             for (int64_t k = 0; k < in; k++) {
                 const int64_t run = k / RUN % in_block;
-                const uint8_t* block = panel + k / RUN / in_block * size;
+                uint8_t* block = panel + k / RUN / in_block * size;
                 const F* factors = (const F*)block;
                 const C* codes = (const C*)(block + head + run * coded);
-                const N& whole = ((const N*)(block + head + in_block * coded))[run];
+                N& whole = ((N*)(block + head + in_block * coded))[run];
+                if constexpr (std::is_same_v<N, Eight>)
+                    if (packing == SUPER_EIGHT) whole.numbers[r][k % RUN] >>= 2;
                 float first = widen(factors[r]), second = widen(factors[(FACTORS - 1) * PANEL + r]);
                 if (CODES == 1) second = -first * codes[r];
                 if (CODES == 2) first *= codes[r], second *= codes[PANEL + r] * (std::is_same_v<N, Eight> ? 1.f : -1.f);
@@ -93,12 +123,13 @@ static void check_packed(const Form<F, FACTORS, C, CODES, N>&, Packing packing, 
             REQUIRE(medusa_linear(BFLOAT16, threads, &plain, rows, x.data(), theirs.data()) == DONE);
             REQUIRE(rows == 0 || !std::memcmp(ours.data(), theirs.data(), ours.size() * sizeof(bf16)));
         }
+    check_dots(packed, weight, x, bias.data(), parts.size());
 }
 static void check_packed(int64_t outputs, int64_t in) {
     const uint8_t nothing[4096] = {};
     for (int64_t packing = SIMPLE_FOUR; packing <= GROUP_EIGHT; packing++) {
         const int64_t in_block = packing >= SUPER_FOUR && in % (2 * RUN) == 0 ? 2 : 1;
-        with_panel(Linear{nothing, nullptr, 1, RUN, nullptr, packing, 1}, 0, [&](const auto& form) {
+        with_panel(Linear{nothing, nullptr, 1, RUN, packing, 1}, 0, [&](const auto& form) {
             check_packed(form, Packing(packing), outputs, in, in_block);
         });
     }
