@@ -44,7 +44,9 @@ class ModelOptions:
         choices=ATTENTION,
     )
     int8: bool = flag(
-        False, "LOSSY, for CPUs: round the base's weights to 8 bits; answers are no longer those of the base"
+        False,
+        "LOSSY, for CPUs: multiply in 8 bits, with weights of GGUF and other packed files as they are; answers are no"
+        " longer those of the base",
     )
     no_graph: bool = flag(
         False, "on a GPU, run decode steps kernel by kernel and not as CUDA graphs (default: graphs on a GPU)"
@@ -118,7 +120,7 @@ def describe(model: "MedusaModel", directory: str | None) -> str:
     where = f"{base.device}, {base.ranks} processes" if base.ranks > 1 else str(base.device)
     lines.append(f"on     {where}, {dtype}, {base.attention.name} attention")
     if base.int8:
-        lines.append("LOSSY  weights rounded to 8 bits: answers are not those of the base")
+        lines.append("LOSSY  products of 8 bits: answers are not those of the base")
     if base.adapter:
         lines.append("TUNED  the base was changed by training (Medusa-2): answers are not those of the original")
     return "\n".join(lines)

@@ -21,7 +21,7 @@ def tables(report: Report) -> list[Table]:
 
 def _one(report: Report, run: Mapping[str, Any]) -> Table:
     title = f"{report['base']}: {report['prompts']} prompts, {_rule(run)}, batch {run['batch']}; {machine(report)}"
-    title += ", LOSSY int8 weights" if report.get("int8") else ""
+    title += ", LOSSY products of 8 bits" if report.get("int8") else ""
     if "best" in report:
         best = f"{report['auto_over_best']:.3f}x of the best fixed method ({report['best']})"
         title += f"\nauto is {best}; {report['auto']}"

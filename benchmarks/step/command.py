@@ -141,7 +141,9 @@ def _report(options: argparse.Namespace, dtype: torch.dtype, device: torch.devic
 
 def _title(report: Report) -> str:
     """The measured model and machine."""
-    ways = (", LOSSY int8 weights" if report.get("int8") else "") + (", fused pass" if report.get("fused") else "")
+    ways = (", LOSSY products of 8 bits" if report.get("int8") else "") + (
+        ", fused pass" if report.get("fused") else ""
+    )
     ways += ", steps as graphs" if report.get("graph") else ""
     return (
         f"{report['base']} ({report['weights']} weights){ways}, {report['context']} cached tokens; {machine(report)};\n"

@@ -105,6 +105,8 @@ def _stays_packed(path: str) -> bool:
         return expands_quickly()
     expanded, memory = gguf.expanded_bytes(path), machine_memory()
     if expanded <= EXPANDED_SHARE * memory:
+        if expanded:
+            logger.info("weights are expanded, which is faster on this CPU; int8 (LOSSY) would keep them packed")
         return False
     logger.info("weights stay packed (slower here): expanded they would take %d of %d bytes", expanded, memory)
     return True

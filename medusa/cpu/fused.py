@@ -48,7 +48,9 @@ class _Weights(NamedTuple):
         if isinstance(self.weight, Packed) and any(size % PANEL for size in sizes):
             raise UnusualBlockError("several layers are packed as one, and one of them ends within a panel")
         weights, biases = ([None] * len(sizes) if whole is None else whole.split(list(sizes)) for whole in self[:2])
-        return [_Weights(*part, self.inputs, size) for *part, size in zip(weights, biases, sizes, strict=True)]
+        return [
+            _Weights(weight, bias, self.inputs, size) for weight, bias, size in zip(weights, biases, sizes, strict=True)
+        ]
 
 
 class FusedPass:

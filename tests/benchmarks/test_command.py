@@ -58,10 +58,10 @@ def test_weights_of_8_bits_are_counted_and_called_lossy(tiny_config, monkeypatch
     monkeypatch.setitem(SHAPES, "wide", tiny_config.to_dict() | wide)
     words = ["step", "--shape", "wide", "--int8", "--rounds", "1", "--context", "8", "--nodes", "2"]
     assert main([*words, "--dtype", "float32", "--json", str(tmp_path / "x.json")]) == 0
-    rounded = 3 * 1024 * 2048 + 2 * 1024 * (256 + 128)
+    rounded = (3 * 1024 * 2048 + 2 * 1024 * (256 + 128)) * 34 // 32  # a scale of 2 bytes for 32 weights
     report = json.loads((tmp_path / "x.json").read_text())
-    output, logits, cached = 64 * 1024, 64, 9 * 2 * 2 * 64
-    assert report["rows"][0]["read_bytes"] == rounded + 4 * (output + logits + cached)
+    output, norms, turns, logits, cached = 64 * 1024, 3 * 1024, 64, 64, 9 * 2 * 2 * 64
+    assert report["rows"][0]["read_bytes"] == rounded + 4 * (output + norms + turns + logits + cached)
     assert "LOSSY" in capsys.readouterr().out
 
 

@@ -12,7 +12,7 @@
 constexpr int LARGEST = 127, ZERO = 128, ZERO_OF_SIX = ZERO >> 2;
 constexpr int ROWS8 = LANES == 8 ? 4 : 8;  // whose sums are in registers
 constexpr int NEAR8 = 16;                  // rows that stay near while weights pass by
-constexpr int IN_PANEL = PANEL / LANES;     // of a panel
+constexpr int IN_PANEL = PANEL / LANES;    // vectors of a panel
 
 struct alignas(16) Bytes {
     int8_t numbers[RUN];
@@ -77,11 +77,9 @@ static inline vi whole(Products sum) { return sum; }
 static inline vi spread(const int8_t* four) { return vi{} + load<int32_t>(four); }
 
 // Weights of a panel's vector v, inputs 4 g .. 4 g + 3.
-static inline vbytes lower(vbytes x) { return x & 15; }
-static inline vbytes upper(vbytes x) { return vbytes(vs(x) >> 4) & 15; }
 static inline vbytes weights(const FourDots& all, int v, int g) {
-    const vbytes both = load<vbytes>(all.pairs[g % 4][v * LANES]);
-    return g < 4 ? lower(both) : upper(both);
+    const vs both = load<vs>(all.pairs[g % 4][v * LANES]);
+    return vbytes(g < 4 ? both : both >> 4) & 15;
 }
 static inline vbytes weights(const FiveDots& all, int v, int g) {
     const vs fifth = load<vs>(all.fifth[v * LANES]);
@@ -89,7 +87,7 @@ static inline vbytes weights(const FiveDots& all, int v, int g) {
 }
 static inline vbytes weights(const EightDots& all, int v, int g) { return load<vbytes>(all.numbers[g][v * LANES]); }
 
-// Sums of products of R rows and a panel.
+// Sums of products of R rows and a panel, each in its lane.
 template <int R> using Dots = vi[R][IN_PANEL];
 #define EACH_SUM UNROLLED for (int r = 0; r < R; r++) UNROLLED for (int v = 0; v < IN_PANEL; v++)
 
