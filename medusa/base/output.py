@@ -25,7 +25,7 @@ class Matrices(NamedTuple):
     Attributes:
         embeddings: [V, D], packed or not.
         scale: Factor on embeddings, to whose dtype the product is rounded.
-        weight: [V, D] weight of the output layer, packed or not.
+        weight: [V, D] weight of the output layer, packed (in either order) or not.
         bias: [V] bias of the output layer, or None.
     """
 

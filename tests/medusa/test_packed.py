@@ -20,12 +20,14 @@ from medusa.cpu.gguf_types import KINDS
 from medusa.cpu.int8 import Int8Linear
 from medusa.cpu.native import NativeLinear, available, expands_quickly, use_kernels
 from medusa.cpu.packed import Packed, PackedEmbedding, PackedLinear
+from medusa.drafters.heads import Floors, HeadsDrafter
 from medusa.loading.dtype import faster_dtype
 from medusa.loading.self_test import choose_decoding, fuse
 from medusa.sampling import SamplingParams, Speculation
 from medusa.serve.model_options import describe
 from medusa.serve.server import main
 from tests.medusa.gguf_files import write_file
+from tests.medusa.states import decode_state
 
 pytestmark = pytest.mark.skipif(not available(), reason="no C++ kernels on this machine")
 
@@ -146,10 +148,15 @@ def test_the_dtype_of_packed_weights_is_not_timed(file, caplog):
 @pytest.fixture(scope="module")
 def pair(bases):
     assert all(base.fused and base.dtype == torch.bfloat16 for base in bases)
-    torch.manual_seed(1)
-    heads = build_heads(HeadsConfig(256, bases[0].vocab_size, 3, architecture="recurrent")).bfloat16()
-    heads.init_from_base(bases[0].lm_head_weight)
+    heads = some_heads(bases[0])
     return [MedusaModel(base, heads) for base in bases]
+
+
+def some_heads(base):
+    torch.manual_seed(1)
+    heads = build_heads(HeadsConfig(256, base.vocab_size, 3, architecture="recurrent")).bfloat16()
+    heads.init_from_base(base.lm_head_weight)
+    return heads
 
 
 def test_matrices_stay_packed_and_other_types_are_expanded(bases):
@@ -217,12 +224,12 @@ def test_int8_rounds_the_inputs_of_packed_layers_and_not_their_weights(file, pai
     with torch.inference_mode():
         ours, theirs = (one.logits(one.hidden_states(tokens)[0]).float() for one in (rounded, exact))
     assert 0 < (ours - theirs).norm() / theirs.norm() < 0.1
-    models = [MedusaModel(rounded, pair[0].heads), MedusaModel(rounded)]
+    models = [MedusaModel(base, some_heads(base)) for base in (rounded, exact)]
+    state, floors = decode_state([[3, 4, 5], [6, 7]], exact), Floors(0.0, 0.0)
+    drafts = [HeadsDrafter(model.heads, model.base, 6, floors=floors).propose(state).tokens for model in models]
+    assert torch.equal(*drafts)
     prompts = [[5, 9, 5, 9, 5], list(range(3, 60)), [7]]
-    texts = [
-        [out.tokens for out in model.generate(prompts, max_new_tokens=20, nodes=n)]
-        for model, n in zip(models, (6, 1), strict=True)
-    ]
+    texts = [[out.tokens for out in models[0].generate(prompts, max_new_tokens=20, nodes=n)] for n in (6, 1)]
     assert texts[0] == texts[1]
 
 

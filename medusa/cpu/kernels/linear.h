@@ -320,7 +320,7 @@ template <class T> struct Plain {
     template <class O>
     static void linear(const Linear& at, const number* x, int64_t rows, O out, int64_t stride, int64_t first, int64_t last) {
         if constexpr (std::is_same_v<T, bf16>) {
-            if (at.packing != NUMBERS && rows <= PACKED_ROWS && !at.for_dots()) return packed_strips(at, first, last, x, rows, out, stride);
+            if (at.packing != NUMBERS && rows <= PACKED_ROWS) return packed_strips(at, first, last, x, rows, out, stride);
             if (at.packing != NUMBERS)
                 return expanded(at, first, last, [&](const Linear& there, int64_t from, int64_t to) {
                     ::linear<T>(there, x, rows, out, stride, from, to);
