@@ -96,15 +96,18 @@ static void check_packed(const Form<F, FACTORS, C, CODES, N>&, Packing packing, 
         uint8_t* panel = &parts[p * blocks * size];
         for (int64_t b = 0; b < blocks; b++)
             for (int64_t i = 0; i < FACTORS * PANEL; i++) narrow(rounded<bf16>(noise() / 20), (F*)(panel + b * size) + i);  // products are exact
+        for (int64_t i = 0; packing == SUPER_EIGHT && i < blocks * in_block * PANEL * RUN; i++) {  // they have 6 bits
+            const int64_t size_of_run = PANEL * RUN, in_numbers = i % (in_block * size_of_run);
+            int8_t& number = (int8_t&)panel[i / (in_block * size_of_run) * size + head + in_block * coded + in_numbers];
+            number >>= 2;
+        }
         for (int64_t r = 0; r < PANEL && p * PANEL + r < outputs; r++)
             for (int64_t k = 0; k < in; k++) {
                 const int64_t run = k / RUN % in_block;
-                uint8_t* block = panel + k / RUN / in_block * size;
+                const uint8_t* block = panel + k / RUN / in_block * size;
                 const F* factors = (const F*)block;
                 const C* codes = (const C*)(block + head + run * coded);
-                N& whole = ((N*)(block + head + in_block * coded))[run];
-                if constexpr (std::is_same_v<N, Eight>)
-                    if (packing == SUPER_EIGHT) whole.numbers[r][k % RUN] >>= 2;
+                const N& whole = ((const N*)(block + head + in_block * coded))[run];
                 float first = widen(factors[r]), second = widen(factors[(FACTORS - 1) * PANEL + r]);
                 if (CODES == 1) second = -first * codes[r];
                 if (CODES == 2) first *= codes[r], second *= codes[PANEL + r] * (std::is_same_v<N, Eight> ? 1.f : -1.f);
