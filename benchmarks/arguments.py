@@ -102,7 +102,11 @@ def _add_tune(command: argparse.ArgumentParser) -> None:
 def _add_parts(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
     add("--mtp", action="store_true", help="load the multi-token-prediction layer that some bases have (default: off)")
-    add("--int8", action="store_true", help="LOSSY, for CPUs: products of 8 bits (default: off)")
+    _add_int8(command)
+
+
+def _add_int8(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--int8", action="store_true", help="LOSSY, for CPUs: products of 8 bits (default: off)")
 
 
 def _add_model(command: argparse.ArgumentParser) -> None:
@@ -156,8 +160,7 @@ def _add_heads(command: argparse.ArgumentParser) -> None:
     """Flags of heads for whole steps; they have random weights, because only their shape affects time."""
     add = command.add_argument
     add("--attention", choices=ATTENTION, default="auto", help="backend of tree attention (default: %(default)s)")
-    text = "LOSSY, for CPUs: products of 8 bits (default: off)"
-    add("--int8", action="store_true", help=text)
+    _add_int8(command)
     add("--architecture", choices=ARCHITECTURES, default="recurrent", help="of the heads (default: %(default)s)")
     text = "heads, the depth of trees (default: %(default)s)"
     add("--num-heads", type=at_least(1), default=5, metavar="K", help=text)

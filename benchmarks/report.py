@@ -73,6 +73,11 @@ def machine(report: Mapping[str, Any]) -> str:
     return f"{report['device_name']}{threads}{dtype}"
 
 
+def rounding(report: Mapping[str, Any]) -> str:
+    """What a title says of a base that multiplies in 8 bits; "" of others."""
+    return ", LOSSY products of 8 bits" if report.get("int8") else ""
+
+
 def publish(
     options: argparse.Namespace, report: Report, tables: Sequence[Table], title: str = "", fields: Sequence[Field] = ()
 ) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from medusa.benchmarks.picture import Field, Line
-from medusa.benchmarks.report import Report, Table, machine
+from medusa.benchmarks.report import Report, Table, machine, rounding
 from medusa.benchmarks.run.methods import LOSSY
 
 HEADINGS = ("method", "tokens/s", "95 %", "over plain", "95 %", "per pass", "equal to plain")
@@ -21,7 +21,7 @@ def tables(report: Report) -> list[Table]:
 
 def _one(report: Report, run: Mapping[str, Any]) -> Table:
     title = f"{report['base']}: {report['prompts']} prompts, {_rule(run)}, batch {run['batch']}; {machine(report)}"
-    title += ", LOSSY products of 8 bits" if report.get("int8") else ""
+    title += rounding(report)
     if "best" in report:
         best = f"{report['auto_over_best']:.3f}x of the best fixed method ({report['best']})"
         title += f"\nauto is {best}; {report['auto']}"

@@ -13,7 +13,7 @@ from medusa.base import smollm2
 from medusa.base.checkpoint import choose_dtype
 from medusa.benchmarks.machine import choose_device
 from medusa.benchmarks.picture import Field, Line
-from medusa.benchmarks.report import Report, Table, environment, machine, publish
+from medusa.benchmarks.report import Report, Table, environment, machine, publish, rounding
 from medusa.benchmarks.step.attention import measure_attention
 from medusa.benchmarks.step.rig import PLAIN, Rig, Sizes
 from medusa.benchmarks.step.shapes import given_dtype, random_base, random_heads, shape_config
@@ -141,9 +141,7 @@ def _report(options: argparse.Namespace, dtype: torch.dtype, device: torch.devic
 
 def _title(report: Report) -> str:
     """The measured model and machine."""
-    ways = (", LOSSY products of 8 bits" if report.get("int8") else "") + (
-        ", fused pass" if report.get("fused") else ""
-    )
+    ways = rounding(report) + (", fused pass" if report.get("fused") else "")
     ways += ", steps as graphs" if report.get("graph") else ""
     return (
         f"{report['base']} ({report['weights']} weights){ways}, {report['context']} cached tokens; {machine(report)};\n"

@@ -91,11 +91,10 @@ static inline vbytes weights(const EightDots& all, int v, int g) { return load<v
 template <int R> using Dots = vi[R][IN_PANEL];
 #define EACH_SUM UNROLLED for (int r = 0; r < R; r++) UNROLLED for (int v = 0; v < IN_PANEL; v++)
 
-// Adds those of inputs 4 g .. 4 g + 3 for COUNT of g: FIRST and those behind it, or where weights stand in PAIRS, those too
-// that stand above them.
-template <int R, int FIRST, int COUNT, bool PAIRS, class From>
-static inline void dots(From weights, const Bytes* x, int64_t room, Dots<R>& to) {
-    Products sums[R][IN_PANEL];
+// Calls add(i, sum, weights, numbers) for inputs 4 g .. 4 g + 3 and COUNT of g, the i-th time: FIRST and those behind it, or
+// where weights stand in PAIRS, those too that stand above them.
+template <int R, int FIRST, int COUNT, bool PAIRS, class Sum, class From, class Add>
+static inline void in_fours(From weights, const Bytes* x, int64_t room, Sum (&sums)[R][IN_PANEL], Add add) {
     UNROLLED for (int i = 0; i < COUNT; i++) {
         const int g = PAIRS ? FIRST + i / 2 + i % 2 * 4 : FIRST + i;
         vbytes here[IN_PANEL];
@@ -103,35 +102,29 @@ static inline void dots(From weights, const Bytes* x, int64_t room, Dots<R>& to)
         UNROLLED for (int r = 0; r < R; r++) {
             const vi four = spread(x[r * room].numbers + 4 * g);
             UNROLLED for (int v = 0; v < IN_PANEL; v++) {
-                sums[r][v] = meet(i == 0 ? Products{} : sums[r][v], here[v], four);
+                add(i, sums[r][v], here[v], four);
                 IN_REGISTER(sums[r][v]);  // in this order: the compiler would keep all products
             }
         }
     }
-    EACH_SUM to[r][v] += whole(sums[r][v]);
 }
-// The same of weights of 8 bits whose sums of pairs would not fit with a ZERO.
-template <int R, int FIRST, int COUNT> static inline void signed_dots(const EightDots& all, const Bytes* x, int64_t room, Dots<R>& to) {
-    UNROLLED for (int g = FIRST; g < FIRST + COUNT; g++) {
-        vbytes here[IN_PANEL];
-        UNROLLED for (int v = 0; v < IN_PANEL; v++) here[v] = weights(all, v, g);
-        UNROLLED for (int r = 0; r < R; r++) {
-            const vi four = spread(x[r * room].numbers + 4 * g);
-            UNROLLED for (int v = 0; v < IN_PANEL; v++) {
-                to[r][v] = add_signed(to[r][v], here[v], four);
-                IN_REGISTER(to[r][v]);
-            }
-        }
-    }
+template <int R, int FIRST, int COUNT, bool PAIRS, class From>
+static inline void dots(From weights, const Bytes* x, int64_t room, Dots<R>& to) {
+    Products sums[R][IN_PANEL];
+    in_fours<R, FIRST, COUNT, PAIRS>(weights, x, room, sums, [](int i, Products& sum, vbytes weights, vi four) {
+        sum = meet(i ? sum : Products{}, weights, four);
+    });
+    EACH_SUM to[r][v] += whole(sums[r][v]);
 }
 // Over half a run of weights of 8 bits, or of 6.
 template <int R, int HALF, bool SIX> static inline void half_dots(const EightDots& all, const Bytes* x, int64_t room, Dots<R>& to) {
     constexpr int G = 4 * HALF;
-    const auto from = [&](int v, int g) { return weights(all, v, g) + uint8_t(SIX ? ZERO_OF_SIX : ZERO); };
-    if constexpr (SHORT && !SIX) {
+    if constexpr (SHORT && !SIX) {  // sums of pairs would not fit with a ZERO
+        const auto from = [&](int v, int g) { return weights(all, v, g); };
         EACH_SUM to[r][v] = vi{};
-        signed_dots<R, G, 4>(all, x, room, to);
+        in_fours<R, G, 4, false>(from, x, room, to, [](int, vi& sum, vbytes weights, vi four) { sum = add_signed(sum, weights, four); });
     } else {
+        const auto from = [&](int v, int g) { return weights(all, v, g) + uint8_t(SIX ? ZERO_OF_SIX : ZERO); };
         EACH_SUM to[r][v] = vi{} + (x[r * room].start[HALF] >> (SIX ? 2 : 0));
         if constexpr (SHORT) dots<R, G, 2, false>(from, x, room, to), dots<R, G + 2, 2, false>(from, x, room, to);
         else dots<R, G, 4, false>(from, x, room, to);

@@ -97,7 +97,7 @@ template <class F, int FACTORS, class C, int CODES, class N> class Form {
   public:
     typedef N Numbers;
     static constexpr int64_t WHOLE = HEAD + BYTES;  // of a run that has factors of its own
-    static constexpr bool HALVES = EIGHT && CODES == 2;  // the two values differ in what they are for
+    static constexpr bool HALVES = EIGHT && CODES == 2;  // each half of a run has a factor of its own
 
     Form(const Linear& at, int64_t panel)
         : runs(at.runs), shift(__builtin_ctzll(runs)), from((const char*)at.weight + panel * ((at.in + RUN - 1) / RUN >> shift) * (HEAD + runs * BYTES)) {}

@@ -24,15 +24,24 @@ template <class T> static std::vector<T> numbers(int64_t count) {
     return out;
 }
 
+// Outputs of some rows, and whether they are those that the rows have among all.
+template <class T> static std::vector<T> outputs_of(const Linear& layer, const std::vector<T>& x, int threads, int64_t first, int64_t rows) {
+    std::vector<T> out(rows * layer.outputs);
+    REQUIRE(medusa_linear(TYPE<T>, threads, &layer, rows, x.data() + first * layer.in, out.data()) == DONE);
+    return out;
+}
+template <class T> static void check_some(const Linear& layer, const std::vector<T>& x, const std::vector<T>& all, std::initializer_list<int64_t> counts) {
+    for (int64_t rows : counts)
+        for (int threads : {1, 3}) {
+            const auto some = outputs_of(layer, x, threads, 4, rows);
+            REQUIRE(rows == 0 || !std::memcmp(some.data(), &all[4 * layer.outputs], some.size() * sizeof(T)));
+        }
+}
+
 template <class T> static void check_linear(int64_t outputs, int64_t in) {
     const auto weight = numbers<T>(outputs * in), bias = numbers<T>(outputs), x = numbers<T>(70 * in);
     const Linear layer{weight.data(), bias.data(), outputs, in};
-    const auto run = [&](int threads, int64_t first, int64_t rows) {
-        std::vector<T> out(rows * outputs);
-        REQUIRE(medusa_linear(TYPE<T>, threads, &layer, rows, x.data() + first * in, out.data()) == DONE);
-        return out;
-    };
-    const auto all = run(2, 0, 70);
+    const auto all = outputs_of(layer, x, 2, 0, 70);
     for (int64_t r = 0; r < 70; r++)
         for (int64_t n = 0; n < outputs; n++) {
             double sum = widen(bias[n]), size = 1;
@@ -42,11 +51,7 @@ template <class T> static void check_linear(int64_t outputs, int64_t in) {
             }
             REQUIRE(std::abs(widen(all[r * outputs + n]) - sum) < (sizeof(T) == 2 ? PRECISE<T> * (std::abs(sum) + 1) : 1e-6 * size));
         }
-    for (int64_t rows : {1, 2, 3, 5, 8, 9, 13, 25, 64})
-        for (int threads : {1, 3}) {
-            const auto some = run(threads, 4, rows);
-            REQUIRE(!std::memcmp(some.data(), &all[4 * outputs], some.size() * sizeof(T)));
-        }
+    check_some(layer, x, all, {1, 2, 3, 5, 8, 9, 13, 25, 64});
 }
 
 // Packed weights: each number against its formula, and sums against those of the same numbers.
@@ -60,12 +65,7 @@ static void check_dots(const Linear& packed, const std::vector<bf16>& weight, co
     REQUIRE(medusa_reorder(1, &dots, back.data()) == DONE && !std::memcmp(back.data(), packed.weight, size));
     Buffer<bf16> room;
     for (int64_t n = 0; n < outputs; n++) REQUIRE(!std::memcmp(row_of(dots, n, room), &weight[n * in], in * sizeof(bf16)));
-    const auto run = [&](int threads, int64_t first, int64_t rows) {
-        std::vector<bf16> out(rows * outputs);
-        REQUIRE(medusa_linear(BFLOAT16, threads, &dots, rows, x.data() + first * in, out.data()) == DONE);
-        return out;
-    };
-    const auto all = run(2, 0, 40);
+    const auto all = outputs_of(dots, x, 2, 0, 40);
     for (int64_t r = 0; r < 40; r++)
         for (int64_t n = 0; n < outputs; n++) {
             double sum = widen(bias[n]), length = 1;
@@ -77,11 +77,7 @@ static void check_dots(const Linear& packed, const std::vector<bf16>& weight, co
             }
             REQUIRE(std::abs(widen(all[r * outputs + n]) - sum) < 0.01 * (std::abs(sum) + 1) + 0.003 * length);
         }
-    for (int64_t rows : {0, 1, 2, 3, 5, 8, 9, 17, 33})
-        for (int threads : {1, 3}) {
-            const auto some = run(threads, 4, rows);
-            REQUIRE(rows == 0 || !std::memcmp(some.data(), &all[4 * outputs], some.size() * sizeof(bf16)));
-        }
+    check_some(dots, x, all, {0, 1, 2, 3, 5, 8, 9, 17, 33});
 }
 template <class F, int FACTORS, class C, int CODES, class N>
 static void check_packed(const Form<F, FACTORS, C, CODES, N>&, Packing packing, int64_t outputs, int64_t in, int64_t in_block) {
@@ -94,12 +90,10 @@ static void check_packed(const Form<F, FACTORS, C, CODES, N>&, Packing packing, 
     std::vector<bf16> weight(outputs * in);
     for (int64_t p = 0; p < panels; p++) {
         uint8_t* panel = &parts[p * blocks * size];
-        for (int64_t b = 0; b < blocks; b++)
-            for (int64_t i = 0; i < FACTORS * PANEL; i++) narrow(rounded<bf16>(noise() / 20), (F*)(panel + b * size) + i);  // products are exact
-        for (int64_t i = 0; packing == SUPER_EIGHT && i < blocks * in_block * PANEL * RUN; i++) {  // they have 6 bits
-            const int64_t size_of_run = PANEL * RUN, in_numbers = i % (in_block * size_of_run);
-            int8_t& number = (int8_t&)panel[i / (in_block * size_of_run) * size + head + in_block * coded + in_numbers];
-            number >>= 2;
+        for (int64_t b = 0; b < blocks; b++) {
+            uint8_t *block = panel + b * size, *numbers = block + head + in_block * coded;
+            for (int64_t i = 0; i < FACTORS * PANEL; i++) narrow(rounded<bf16>(noise() / 20), (F*)block + i);  // products are exact
+            for (int64_t i = 0; packing == SUPER_EIGHT && i < in_block * PANEL * RUN; i++) (int8_t&)numbers[i] >>= 2;  // of 6 bits
         }
         for (int64_t r = 0; r < PANEL && p * PANEL + r < outputs; r++)
             for (int64_t k = 0; k < in; k++) {
@@ -121,9 +115,7 @@ static void check_packed(const Form<F, FACTORS, C, CODES, N>&, Packing packing, 
     for (int64_t n = 0; n < outputs; n++) REQUIRE(!std::memcmp(row_of(packed, n, room), &weight[n * in], in * sizeof(bf16)));
     for (int64_t rows : {0, 1, 2, 3, 5, 7, 8, 16, 40})
         for (int threads : {1, 3}) {
-            std::vector<bf16> ours(rows * outputs), theirs(rows * outputs);
-            REQUIRE(medusa_linear(BFLOAT16, threads, &packed, rows, x.data(), ours.data()) == DONE);
-            REQUIRE(medusa_linear(BFLOAT16, threads, &plain, rows, x.data(), theirs.data()) == DONE);
+            const auto ours = outputs_of(packed, x, threads, 0, rows), theirs = outputs_of(plain, x, threads, 0, rows);
             REQUIRE(rows == 0 || !std::memcmp(ours.data(), theirs.data(), ours.size() * sizeof(bf16)));
         }
     check_dots(packed, weight, x, bias.data(), parts.size());
