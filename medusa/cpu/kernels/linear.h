@@ -7,6 +7,7 @@
 #include "weights.h"
 
 constexpr int ROWS = LANES == 8 ? 4 : 8;  // rows x OUTPUTS sums stay in registers
+constexpr int MANY = LANES == 8 ? 3 : 8;  // of many rows, whose weights come from a cache: a row's numbers stay there too
 constexpr int OUTPUTS = 3;
 constexpr int STRIP = OUTPUTS * std::max(LANES, 8);  // outputs whose sums are finished together
 constexpr int NEAR = 3 * ROWS;            // so few rows stay in the nearest cache while weights pass by
@@ -195,11 +196,11 @@ static inline void finish(const Linear& at, int64_t n, int count, const float* s
     }
 }
 
-// Outputs first .. last of at most NEAR rows, ROWS at a time: each weight comes from memory once.
+// Outputs first .. last of at most NEAR rows, ROWS or MANY at a time: each weight comes from memory once.
 template <class T, class O>
 static void strips(const Linear& at, int64_t first, int64_t last, const number<T>* x, int64_t rows, O out, int64_t stride) {
     alignas(64) float sums[NEAR * STRIP + LANES];
-    const int64_t room = arranged<T>(at.in), groups = (rows + ROWS - 1) / ROWS;
+    const int64_t room = arranged<T>(at.in), most = rows > 2 * ROWS ? MANY : ROWS, groups = (rows + most - 1) / most;
     for (int64_t n = first; n < last; n += STRIP) {
         const int count = int(std::min<int64_t>(STRIP, last - n));
         for (int c = 0; c < count; c += c + OUTPUTS <= count ? OUTPUTS : 1)
@@ -232,7 +233,7 @@ static void in_groups(int64_t rows, int64_t most, int64_t bytes, int64_t unit, i
 // Outputs first .. last of all rows.
 template <class T, class O>
 static void linear(const Linear& at, const number<T>* x, int64_t rows, O out, int64_t stride, int64_t first, int64_t last) {
-    in_groups(rows, rows <= NEAR ? NEAR : ROWS, at.in * sizeof(T), STRIP, first, last, [&](int64_t row, int64_t count, int64_t from, int64_t to) {
+    in_groups(rows, rows <= NEAR ? NEAR : MANY, at.in * sizeof(T), STRIP, first, last, [&](int64_t row, int64_t count, int64_t from, int64_t to) {
         strips<T>(at, from, to, x + row * arranged<T>(at.in), count, out + row * stride, stride);
     });
 }
