@@ -7,7 +7,6 @@
 #include "weights.h"
 
 constexpr int ROWS = LANES == 8 ? 4 : 8;  // rows x OUTPUTS sums stay in registers
-constexpr int MANY = LANES == 8 ? 3 : 8;  // of many rows, whose weights come from a cache: a row's numbers stay there too
 constexpr int OUTPUTS = 3;
 constexpr int STRIP = OUTPUTS * std::max(LANES, 8);  // outputs whose sums are finished together
 constexpr int NEAR = 3 * ROWS;            // so few rows stay in the nearest cache while weights pass by
@@ -19,6 +18,7 @@ template <class T> constexpr int64_t arranged(int64_t in) { return (in + STEP<T>
 
 // Whether R x C sums, C vectors of weights and one of a row fit into the registers.
 template <int R, int C> constexpr bool IN_REGISTERS = R * C + C + 1 < (LANES == 8 ? 16 : 32);
+constexpr int MANY = IN_REGISTERS<ROWS, OUTPUTS> ? ROWS : ROWS - 1;  // rows of a tile where there are many more: all of that fits
 
 // The nearest number that T holds.
 template <class T> static inline float rounded(float x) { T y; narrow(x, &y); return widen(y); }
