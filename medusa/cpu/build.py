@@ -68,7 +68,7 @@ def _built(source: Path) -> Path:
         with library.with_suffix(".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # if several processes start together, one builds
             if not library.exists():
-                logger.info("kernel %s: compiling it for this processor, once; this takes half a minute", source.name)
+                logger.info("kernel %s: compiling it for this processor, once; this takes up to a minute", source.name)
                 replace_file(library, lambda beside: compile_library(source, compiler, flags, beside))
                 logger.info("kernel %s is built: %s", source.name, library)
     return library

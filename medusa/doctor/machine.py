@@ -94,7 +94,7 @@ def _get_compiler() -> str:
 
 
 def kernels() -> Finding:
-    """Which flavour of the kernels this processor gets; the first time they are built, half a minute."""
+    """Which flavour of the kernels this processor gets; the first time they are built, up to a minute."""
     from medusa.cpu import native
 
     try:

@@ -45,8 +45,7 @@ def passes_the_tests(names, **environment):
         pytest.param("amx_bf16", "-mno-amx-tile", ALL, id="no matrix unit"),
         pytest.param("avx512_bf16", "-march=x86-64-v4", FEW, id="AVX-512"),
         pytest.param("avx512f|avx_vnni", "-march=x86-64-v3", ALL, id="AVX2"),
-        pytest.param("sse2", "-march=x86-64", FEW, id="SSE2"),
-        pytest.param("sse2", "-fno-openmp", FEW, id="own threads"),
+        pytest.param("sse2", "-march=x86-64 -fno-openmp", FEW, id="SSE2 and own threads"),
     ],
 )
 def test_processors_that_have_less(hidden, flags, names):

@@ -10,7 +10,7 @@
 #include "linear.h"
 
 constexpr int LARGEST = 127, ZERO = 128, ZERO_OF_SIX = ZERO >> 2;
-constexpr int ROWS8 = LANES == 8 ? 4 : 8;  // whose sums are in registers
+constexpr int ROWS8 = LANES == 16 ? 8 : 4;  // whose sums are in registers
 constexpr int NEAR8 = 16;                  // rows that stay near while weights pass by
 constexpr int IN_PANEL = PANEL / LANES;    // vectors of a panel
 
@@ -136,18 +136,18 @@ template <int R, class Panel> static void panel_sums(const Panel& panel, int64_t
     typedef typename Panel::Numbers Numbers;
     vf sums[R][IN_PANEL] = {};
     for (int64_t run = 0; run < runs; run++, x++) {
-        alignas(64) Values values;
         const Numbers& numbers = panel.numbers(run);
-        fetch<Panel::WHOLE>((const char*)&numbers);
-        panel.values(run, values);
+        fetch<Panel::BYTES>((const char*)&numbers);
+        alignas(64) Values values;
+        panel.find(run, &values);
         const auto add = [&](const Dots<R>& all, const float* factors) {
             EACH_SUM sums[r][v] = fma(floats(all[r][v]) * splat(x[r * room].scale), load<vf>(factors + v * LANES), sums[r][v]);
         };
         Dots<R> all;
         if constexpr (std::is_same_v<Numbers, EightDots>) {
-            half_dots<R, 0, Panel::HALVES>(numbers, x, room, all);
+            half_dots<R, 0, Panel::SIX>(numbers, x, room, all);
             add(all, values[0]);
-            half_dots<R, 1, Panel::HALVES>(numbers, x, room, all);
+            half_dots<R, 1, Panel::SIX>(numbers, x, room, all);
             add(all, values[1]);
         } else {
             const auto from = [&](int v, int g) { return weights(numbers, v, g); };

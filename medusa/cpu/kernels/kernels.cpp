@@ -21,14 +21,15 @@ template <class Use> static int outcome(Use use) {
 }
 
 // Calls run(a number, how it meets weights) as is fastest on this processor.
-template <class Use> static void as_usual(int64_t number_type, bool int8, Use run) {
+template <class Use> static void as_usual(int64_t number_type, Use run) {
 #ifdef MEDUSA_TILES
-    if (number_type == BFLOAT16 && !int8 && has_tiles()) return run(bf16(), Tiles());
+    if (number_type == BFLOAT16 && has_tiles()) return run(bf16(), Tiles());
 #endif
-    with_number(number_type, [&](auto number) {
-        if (int8) run(number, Rounded<decltype(number)>());
-        else run(number, Plain<decltype(number)>());
-    });
+    with_number(number_type, [&](auto number) { run(number, Plain<decltype(number)>()); });
+}
+template <class Use> static void as_usual(int64_t number_type, bool int8, Use run) {
+    if (!int8) return as_usual(number_type, run);
+    with_number(number_type, [&](auto number) { run(number, Rounded<decltype(number)>()); });
 }
 
 // Attention of one layer: out [rows, heads, Dv].
@@ -37,7 +38,7 @@ extern "C" int medusa_attention(int number_type, int threads, const Layer* at, c
         const Layer& layer = *at;
         Work work(layer, threads);
         Team(threads, Work::STAGES).run([&](Team::Member& member) {
-            as_usual(number_type, false, [&](auto number, auto how) {
+            as_usual(number_type, [&](auto number, auto how) {
                 using T = decltype(number);
                 using W = decltype(how);
                 const typename W::Thread equipped;
@@ -209,7 +210,7 @@ extern "C" int medusa_draft(const Drafting* at) {
         // Vectors get the weights of few rows from memory sooner than the matrix unit does. No text depends on a draft's bits.
         const bool few = at->batch * Trees(at->growth, at->batch).widest() <= FEW_DRAFTED;
         if (few && at->number_type == BFLOAT16 && at->output.packing == NUMBERS) return Draft<bf16, Plain<bf16>>{*at}();
-        as_usual(at->number_type, false, [&](auto number, auto how) { Draft<decltype(number), decltype(how)>{*at}(); });
+        as_usual(at->number_type, [&](auto number, auto how) { Draft<decltype(number), decltype(how)>{*at}(); });
     });
 }
 

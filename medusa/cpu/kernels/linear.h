@@ -258,14 +258,14 @@ static inline void meet(vf (&sums)[R][C], const N& numbers, const Values& values
     }
 }
 
-// Outputs row .. row + C of a packed panel, of R rows: to[r * STRIP + c]. The first of a panel find its values for the others.
+// Outputs row .. row + C of a packed panel, of R rows: to[r * STRIP + c]. The first of a panel keep its values for the others.
 template <int R, int C, class Panel>
 static inline void packed_tile(const Panel& panel, Values* values, bool first, int64_t runs, int64_t row, const number<bf16>* x, int64_t room, float* to) {
     vf sums[R][C] = {};
     for (int64_t run = 0; run < runs; run++) {
         const auto& numbers = panel.numbers(run);
-        fetch<Panel::WHOLE * C / PANEL>((const char*)&numbers + Panel::WHOLE * row / PANEL);
-        if (first) panel.values(run, values[run]);
+        fetch<Panel::BYTES * C / PANEL>((const char*)&numbers + Panel::BYTES * row / PANEL);
+        if (first && Panel::first_of_some(run)) panel.find(run, values + run);
         meet(sums, numbers, values[run], row, x + run * RUN, room);
     }
     constexpr int TOGETHER = C < 4 ? C : 4;

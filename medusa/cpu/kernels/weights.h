@@ -61,7 +61,7 @@ static inline void set(FiveDots& all, int64_t r, int64_t i, int q) { set((FourDo
 static inline void set(EightDots& all, int64_t r, int64_t i, int q) { all.numbers[i / 4][r][i % 4] = int8_t(q); }
 // Numbers of output r in another order.
 template <class From, class To> static inline void reorder(const From& from, int64_t r, To& to) {
-    UNROLLED for (int64_t i = 0; i < RUN; i++) set(to, r, i, number_of(from, r, i));
+    for (int64_t i = 0; i < RUN; i++) set(to, r, i, number_of(from, r, i));
 }
 
 // Whole numbers of 8 or 16 bits, as they stand in memory.
@@ -85,33 +85,76 @@ static inline vf floats(vi x) { return __builtin_convertvector(x, vf); }
 //   two        first factor * first code, last factor * second code; the latter negative where numbers have no sign
 // An input is first * q + second; of 8 bits first * q in the run's first half and second * q in the other.
 typedef float Values[2][PANEL];
-template <class F, int FACTORS, class C, int CODES, class N> class Form {
-    static constexpr bool EIGHT = std::is_same_v<N, Eight> || std::is_same_v<N, EightDots>;
-    static constexpr int64_t HEAD = FACTORS * PANEL * sizeof(F), CODED = CODES * PANEL * sizeof(C);
-    static constexpr int64_t BYTES = CODED + sizeof(N);  // of a run
-    const int64_t runs, shift;  // runs of a block, and its logarithm
-    const char* const from;
-    const char* block(int64_t run) const { return from + (run >> shift) * (HEAD + runs * BYTES); }
-    int64_t in_block(int64_t run) const { return run & (runs - 1); }
-
-  public:
-    typedef N Numbers;
-    static constexpr int64_t WHOLE = HEAD + BYTES;  // of a run that has factors of its own
-    static constexpr bool HALVES = EIGHT && CODES == 2;  // each half of a run has a factor of its own
-
-    Form(const Linear& at, int64_t panel)
-        : runs(at.runs), shift(__builtin_ctzll(runs)), from((const char*)at.weight + panel * ((at.in + RUN - 1) / RUN >> shift) * (HEAD + runs * BYTES)) {}
-    const N& numbers(int64_t run) const { return ((const N*)(block(run) + HEAD + runs * CODED))[in_block(run)]; }
-    void values(int64_t run, Values& to) const {
-        const F* factors = (const F*)block(run);
-        const C* codes = (const C*)(block(run) + HEAD + in_block(run) * CODED);
+// Where a panel's runs stand.
+struct Runs {
+    const char* from;
+    int64_t shift, size, before;  // logarithm of the runs of a block; bytes of a block, and of those before its numbers
+    int64_t in_block(int64_t run) const { return run & ((1 << shift) - 1); }
+    const char* block(int64_t run) const { return from + (run >> shift) * size; }
+};
+template <class F, int FACTORS, class C, int CODES, bool SIGNED>
+[[gnu::always_inline]] static inline void find_values(const Runs& at, int64_t run, int64_t count, Values* to) {
+    for (int64_t end = run + count; run < end; run++, to++) {
+        const F* factors = (const F*)at.block(run);
+        const C* codes = (const C*)(factors + FACTORS * PANEL) + at.in_block(run) * CODES * PANEL;
         for (int i = 0; i < PANEL; i += LANES) {
             vf first = wide(factors + i), second = wide(factors + (FACTORS - 1) * PANEL + i);
             if (CODES == 1) second = -(first * floats(whole(codes + i)));
             if (CODES == 2) first *= floats(whole(codes + i)), second *= floats(whole(codes + PANEL + i));
-            if (CODES == 2 && !EIGHT) second = -second;
-            store(to[0] + i, first), store(to[1] + i, second);
+            if (CODES == 2 && !SIGNED) second = -second;
+            store((*to)[0] + i, first), store((*to)[1] + i, second);
         }
+    }
+}
+struct Form {
+    int bits;  // in which a number is kept
+    int64_t head, coded;  // bytes of a block's factors, and of a run's codes
+    void (*find)(const Runs&, int64_t run, int64_t count, Values*);
+};
+template <class F, int FACTORS, class C, int CODES, bool SIGNED> constexpr Form form(int bits) {
+    return {bits, FACTORS * PANEL * sizeof(F), CODES * PANEL * sizeof(C), find_values<F, FACTORS, C, CODES, SIGNED>};
+}
+static constexpr Form FORMS[] = {
+    {},
+    form<f16, 2, uint8_t, 0, false>(4),    // SIMPLE_FOUR
+    form<f16, 2, uint8_t, 0, false>(5),    // SIMPLE_FIVE
+    form<f16, 1, int8_t, 0, true>(8),      // SIMPLE_EIGHT
+    form<f16, 2, uint8_t, 2, false>(4),    // SUPER_FOUR
+    form<f16, 2, uint8_t, 2, false>(5),    // SUPER_FIVE
+    form<f16, 1, int8_t, 2, true>(8),      // SUPER_EIGHT
+    form<float, 1, uint8_t, 1, false>(4),  // GROUP_FOUR
+    form<float, 1, int8_t, 0, true>(8),    // GROUP_EIGHT
+};
+
+// A panel whose numbers are N. What meets it is compiled for each N: values of some runs are found at a time. Where that takes
+// too long it is compiled for each FORM.
+template <class N, int64_t FORM = NUMBERS> class Panel : Runs {
+    static constexpr int64_t AT_ONCE = FORM ? 1 : 8;  // a power of two
+    const int64_t all;
+    const Form& form;
+    alignas(64) mutable Values kept[AT_ONCE];
+    mutable int64_t known = -1;
+
+  public:
+    typedef N Numbers;
+    static constexpr bool SIX = FORM == SUPER_EIGHT;  // numbers have 6 bits, and each half of a run has a factor of its own
+    static constexpr int64_t BYTES = sizeof(N) + 64;  // of a run and its values, about
+
+    Panel(const Linear& at, int64_t panel, const Form& form = FORMS[FORM]) : all((at.in + RUN - 1) / RUN), form(form) {
+        shift = __builtin_ctzll(at.runs), before = form.head + at.runs * form.coded, size = before + at.runs * sizeof(N);
+        from = (const char*)at.weight + panel * (all >> shift) * size;
+    }
+    const N& numbers(int64_t run) const { return ((const N*)(block(run) + before))[in_block(run)]; }
+    const Values& values(int64_t run) const {
+        const int64_t in_kept = run & (AT_ONCE - 1), first = run - in_kept;
+        if (first != known) find(known = first, kept);
+        return kept[in_kept];
+    }
+    // The same of a first run and of those that are found with it.
+    static bool first_of_some(int64_t run) { return (run & (AT_ONCE - 1)) == 0; }
+    void find(int64_t run, Values* to) const {
+        if constexpr (FORM) FORMS[FORM].find(*this, run, 1, to);
+        else form.find(*this, run, std::min(AT_ONCE, all - run), to);
     }
 };
 
@@ -125,21 +168,27 @@ EightDots other_order(const Eight&);
 
 // Calls use(a panel of a packed weight), whose numbers are of these kinds.
 template <class FourBits, class FiveBits, class EightBits, class Use>
-static inline void with_form(const Linear& at, int64_t packing, int64_t panel, Use use) {
-    if (packing == SIMPLE_FOUR) use(Form<f16, 2, uint8_t, 0, FourBits>(at, panel));
-    else if (packing == SIMPLE_FIVE) use(Form<f16, 2, uint8_t, 0, FiveBits>(at, panel));
-    else if (packing == SIMPLE_EIGHT) use(Form<f16, 1, int8_t, 0, EightBits>(at, panel));
-    else if (packing == SUPER_FOUR) use(Form<f16, 2, uint8_t, 2, FourBits>(at, panel));
-    else if (packing == SUPER_FIVE) use(Form<f16, 2, uint8_t, 2, FiveBits>(at, panel));
-    else if (packing == SUPER_EIGHT) use(Form<f16, 1, int8_t, 2, EightBits>(at, panel));
-    else if (packing == GROUP_FOUR) use(Form<float, 1, uint8_t, 1, FourBits>(at, panel));
-    else use(Form<float, 1, int8_t, 0, EightBits>(at, panel));
+static inline void with_kind(const Linear& at, int64_t packing, int64_t panel, Use use) {
+    const Form& form = FORMS[packing];
+    if (form.bits == 4) use(Panel<FourBits>(at, panel, form));
+    else if (form.bits == 5) use(Panel<FiveBits>(at, panel, form));
+    else use(Panel<EightBits>(at, panel, form));
 }
 template <class Use> static inline void with_panel(const Linear& at, int64_t panel, Use use) {
-    with_form<Four, Five, Eight>(at, at.packing, panel, use);
+    with_kind<Four, Five, Eight>(at, at.packing, panel, use);
 }
+// The same of a weight in the other order, compiled for each form.
 template <class Use> static inline void with_dots(const Linear& at, int64_t panel, Use use) {
-    with_form<FourDots, FiveDots, EightDots>(at, at.packing - FOR_DOTS, panel, use);
+    switch (at.packing - FOR_DOTS) {
+        case SIMPLE_FOUR: return use(Panel<FourDots, SIMPLE_FOUR>(at, panel));
+        case SIMPLE_FIVE: return use(Panel<FiveDots, SIMPLE_FIVE>(at, panel));
+        case SIMPLE_EIGHT: return use(Panel<EightDots, SIMPLE_EIGHT>(at, panel));
+        case SUPER_FOUR: return use(Panel<FourDots, SUPER_FOUR>(at, panel));
+        case SUPER_FIVE: return use(Panel<FiveDots, SUPER_FIVE>(at, panel));
+        case SUPER_EIGHT: return use(Panel<EightDots, SUPER_EIGHT>(at, panel));
+        case GROUP_FOUR: return use(Panel<FourDots, GROUP_FOUR>(at, panel));
+        default: return use(Panel<EightDots, GROUP_EIGHT>(at, panel));
+    }
 }
 
 // The nearest numbers of bfloat16; of what is no number it makes anything.
@@ -186,7 +235,7 @@ static inline void widen(const Eight& numbers, int64_t r, float first, float sec
     }
 }
 
-template <class Dots> static inline void widen(const Dots& numbers, int64_t r, float first, float second, Widened& to) {
+template <class Dots> [[gnu::noinline]] static void widen(const Dots& numbers, int64_t r, float first, float second, Widened& to) {
     decltype(other_order(numbers)) ordered = {};
     reorder(numbers, r, ordered), widen(ordered, r, first, second, to);
 }
@@ -235,10 +284,9 @@ template <int64_t BYTES> static inline void fetch(const char* from) {
 
 // Numbers of a run of `count` outputs of a panel, from `row` on: to[output - row], `stride` numbers apart.
 template <class Panel> static inline void expand(const Panel& panel, int64_t run, int64_t row, int64_t count, bf16* to, int64_t stride) {
-    alignas(64) Values values;
     const auto& numbers = panel.numbers(run);
-    fetch<Panel::WHOLE>((const char*)&numbers);
-    panel.values(run, values);
+    fetch<Panel::BYTES>((const char*)&numbers);
+    const Values& values = panel.values(run);
     const float *front = values[0] + row, *back = values[1] + row;
     FORGET(front);  // read from memory, which spreads a number without the units that shuffle
     FORGET(back);
@@ -248,7 +296,8 @@ template <class Panel> static inline void expand(const Panel& panel, int64_t run
 
 // Calls use(a panel of a weight that is packed in either order).
 template <class Use> static inline void with_any(const Linear& at, int64_t panel, Use use) {
-    at.for_dots() ? with_dots(at, panel, use) : with_panel(at, panel, use);
+    if (at.for_dots()) with_kind<FourDots, FiveDots, EightDots>(at, at.packing - FOR_DOTS, panel, use);
+    else with_panel(at, panel, use);
 }
 
 // All numbers of outputs first .. last: to[output - first][in].
