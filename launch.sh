@@ -71,8 +71,11 @@ fingerprint() { { cat pyproject.toml constraints.txt && echo "$ROOT $EXTRAS" && 
 ready() { [ -x "$PY" ] && [ -f "$STAMP" ] && [ "$(cat "$STAMP")" = "$(fingerprint)" ]; }
 
 # torch first: DeepSpeed's build imports it. Without build isolation no build fetches tools that no constraint pins.
+# Python compiles what it imports, which is less than all that pip would compile, unless it was told not to write.
 install() {
-    set -- "$PY" -m pip --disable-pip-version-check install -qq --no-build-isolation -c constraints.txt
+    set -- "$PY" -m pip --disable-pip-version-check install -qq --no-build-isolation
+    if [ -z "${PYTHONDONTWRITEBYTECODE:-}" ]; then set -- "$@" --no-compile; fi
+    set -- "$@" -c constraints.txt
     "$@" ${TORCH_INDEX_URL:+--extra-index-url "$TORCH_INDEX_URL"} setuptools torch && "$@" -e ".[$EXTRAS]"
 }
 

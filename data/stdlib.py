@@ -8,7 +8,7 @@ import ast
 import hashlib
 import re
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -35,19 +35,6 @@ NEAR_DUPLICATE = 0.4
 
 
 @dataclass(frozen=True)
-class Document:
-    """One source file.
-
-    Attributes:
-        name: Path below the library's root, for example ``json/decoder.py``.
-        text: Source text with Unix line ends.
-    """
-
-    name: str
-    text: str
-
-
-@dataclass(frozen=True)
 class ChatPair:
     """A request for one function, and the library's function."""
 
@@ -60,6 +47,23 @@ class ChatPair:
         return [{"role": "user", "content": self.request}, {"role": "assistant", "content": self.answer}]
 
 
+@dataclass(frozen=True)
+class Document:
+    """One source file.
+
+    Attributes:
+        name: Path below the library's root, for example ``json/decoder.py``.
+        text: Source text with Unix line ends.
+        pairs: See ``chat_pairs``.
+        beginnings: See ``completion_prompts``.
+    """
+
+    name: str
+    text: str
+    pairs: tuple[ChatPair, ...]
+    beginnings: tuple[str, ...]
+
+
 @cache
 def documents(split: Split) -> tuple[Document, ...]:
     """The library's source files on one side of the split, in a fixed order.
@@ -67,54 +71,40 @@ def documents(split: Split) -> tuple[Document, ...]:
     Files that cannot be read as UTF-8 or parsed as Python are left out, and so are training files that are near
     duplicates of a held-out one (copies under another name would leak the held-out text into training).
     """
-    sides: dict[str, list[Document]] = {"train": [], "heldout": []}
-    for document in _library_files(Path(sysconfig.get_path("stdlib"))):
-        top = document.name.split("/")[0].removesuffix(".py")
-        sides["heldout" if top.lstrip("_") in HELD_OUT else "train"].append(document)
     if split == "heldout":
-        return tuple(sides["heldout"])
-    held_out_lines = [_significant_lines(document.text) for document in sides["heldout"]]
-    return tuple(document for document in sides["train"] if not _near_duplicate(document, held_out_lines))
+        return tuple(_library_files("heldout"))
+    held_out_lines = [_significant_lines(document.text) for document in documents("heldout")]
+    return tuple(document for document in _library_files("train") if not _near_duplicate(document, held_out_lines))
 
 
 @cache
 def chat_pairs(split: Split) -> tuple[ChatPair, ...]:
     """One request and answer for every documented function of at most ``MAX_ANSWER_LINES`` lines."""
-    pairs = [pair for document in documents(split) for pair in _pairs_of(document)]
-    unique = {pair.answer: pair for pair in pairs}
-    return tuple(unique.values())
+    return tuple({pair.answer: pair for document in documents(split) for pair in document.pairs}.values())
 
 
-@cache
 def completion_prompts(split: Split) -> tuple[str, ...]:
     """Beginnings of functions in their files: the preceding text, the signature and the docstring."""
-    prompts = []
-    for document in documents(split):
-        lines = document.text.splitlines(keepends=True)
-        for function in _functions(ast.parse(document.text)):
-            body_line = function.body[1].lineno if len(function.body) > 1 else function.body[0].lineno
-            if body_line <= function.lineno or (function.end_lineno or 0) - body_line < 3:
-                continue
-            start = function.lineno - 1
-            while start > 0 and sum(map(len, lines[start - 1 : function.lineno - 1])) <= CONTEXT_CHARACTERS:
-                start -= 1
-            # No final line end, because tokenizers join it with the following indentation.
-            prompts.append("".join(lines[start : body_line - 1]).rstrip())
-    return tuple(prompts)
+    return tuple(beginning for document in documents(split) for beginning in document.beginnings)
 
 
-def _library_files(root: Path) -> Iterator[Document]:
+def _library_files(split: Split) -> Iterator[Document]:
+    root = Path(sysconfig.get_path("stdlib"))
     for path in sorted(root.rglob("*.py")):
         relative = path.relative_to(root)
+        top = relative.parts[0].removesuffix(".py").lstrip("_")
+        if (top in HELD_OUT) != (split == "heldout"):
+            continue
         if EXCLUDED_DIRECTORIES.intersection(relative.parts) or relative.name.startswith("_sysconfigdata"):
             continue
         try:
             text = path.read_text(encoding="utf-8")
-            ast.parse(text)
+            functions = [*_functions(ast.parse(text))]
         except (UnicodeDecodeError, SyntaxError, ValueError):
             continue
         if text.strip():
-            yield Document(relative.as_posix(), text)
+            pairs, beginnings = tuple(_pairs(text, functions)), tuple(_beginnings(text, functions))
+            yield Document(relative.as_posix(), text, pairs, beginnings)
 
 
 def _significant_lines(text: str) -> frozenset[str]:
@@ -138,9 +128,22 @@ def _functions(tree: ast.Module) -> Iterator[Function]:
             yield from _functions(ast.Module(body=node.body, type_ignores=[]))
 
 
-def _pairs_of(document: Document) -> Iterator[ChatPair]:
-    lines = document.text.splitlines()
-    for function in _functions(ast.parse(document.text)):
+def _beginnings(text: str, functions: Iterable[Function]) -> Iterator[str]:
+    lines = text.splitlines(keepends=True)
+    for function in functions:
+        body_line = function.body[1].lineno if len(function.body) > 1 else function.body[0].lineno
+        if body_line <= function.lineno or (function.end_lineno or 0) - body_line < 3:
+            continue
+        start = function.lineno - 1
+        while start > 0 and sum(map(len, lines[start - 1 : function.lineno - 1])) <= CONTEXT_CHARACTERS:
+            start -= 1
+        # No final line end, because tokenizers join it with the following indentation.
+        yield "".join(lines[start : body_line - 1]).rstrip()
+
+
+def _pairs(text: str, functions: Iterable[Function]) -> Iterator[ChatPair]:
+    lines = text.splitlines()
+    for function in functions:
         end = function.end_lineno or function.lineno
         first_sentence = _first_sentence(ast.get_docstring(function) or "")
         if end - function.lineno >= MAX_ANSWER_LINES or len(function.body) < 2 or not first_sentence:

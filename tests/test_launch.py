@@ -119,6 +119,15 @@ def test_python_too_old(clone):
     assert not clone.stamp.exists()
 
 
+def test_pip_compiles_only_for_those_whose_python_may_not(clone):
+    clone.launch("setup")
+    assert len(clone.calls(" --no-compile ")) == 2
+    clone.launch("setup", PYTHONDONTWRITEBYTECODE="1")
+    clone.stamp.unlink()
+    clone.launch("setup", PYTHONDONTWRITEBYTECODE="1")
+    assert (len(clone.calls(" --no-compile ")), len(clone.calls(" pip --disable"))) == (2, 4)
+
+
 def test_torch_index(clone):
     clone.launch("setup", TORCH_INDEX_URL="https://index.example/cpu")
     assert len(clone.calls("--extra-index-url https://index.example/cpu setuptools torch")) == 1

@@ -160,7 +160,8 @@ class TritonAttention:
         """See ``TreeAttention``: one launch for all trees, and a merge of the splits."""
         groups, dim = query.shape[1] // key.shape[2], max(query.shape[-1], value.shape[-1])
         rows = plan.once(("block of rows", groups), lambda: choose_rows([size * groups for size in plan.sizes]))
-        tile = choose_tile(rows, dim, query.element_size(), self.shared_memory, scoring.window is not None)
+        itemsize = 2 if self._interpreted else query.element_size()  # the tiles of half precision, with exact numbers
+        tile = choose_tile(rows, dim, itemsize, self.shared_memory, scoring.window is not None)
         try:
             return self._launch(tile, plan, query, key, value, scoring)
         except TritonError as error:  # it cannot be compiled, or needs more than a multiprocessor has

@@ -34,9 +34,9 @@ def python_with(engine: str) -> Path:
 def _install(directory: Path, requirements: Path) -> None:
     torch_index = os.environ.get("TORCH_INDEX_URL")
     options = ["--extra-index-url", torch_index] if torch_index else []
-    install = ("-m", "pip", "install", "-qq", "--no-cache-dir", "--no-deps", *options, "-r", str(requirements))
+    install = ("-m", "pip", "install", "-qq", "--no-cache-dir", "--no-deps", "--no-compile", *options)
     _run(sys.executable, "-m", "venv", "--clear", str(directory))
-    _run(str(directory / "bin" / "python"), *install)
+    _run(str(directory / "bin" / "python"), *install, "-r", str(requirements))
 
 
 def _run(*command: str) -> None:

@@ -248,7 +248,7 @@ def grid() -> list[Case]:
     The columns i, j, i + j, i + 2j, i + 3j (mod 5) hold every pair of values in any two of them: 25 cases.
     """
     axes = {
-        "nodes": (1, 8, 26, 64, 128),
+        "nodes": (1, 8, 26, 40, 70),
         "lengths": ((64, 17), (65, 200), (0,), (1,), (63, 0)),
         "groups": (1, 4, 8),
         "dim": (64, 96, 128, 256),
@@ -259,6 +259,6 @@ def grid() -> list[Case]:
         columns = zip(axes.items(), (i, j, i + j, i + 2 * j, i + 3 * j), strict=True)
         values = {name: axis[column % 5 % len(axis)] for (name, axis), column in columns}
         rows = values["nodes"] * values["groups"]
-        cases.append(Case(**values, kv_heads=1 if rows > 64 else 2))
+        cases.append(Case(**values, kv_heads=1 if rows > 26 else 2))
     sizes = Case(nodes=(1, 40, 8, 26), groups=4, lengths=(32, 31, 33, 0))
     return [*cases, sizes, Case(nodes=40, groups=4)]  # several blocks of rows for each of several key heads

@@ -5,7 +5,6 @@ import os
 import re
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -53,35 +52,29 @@ ATTENTION = ("llama", "gpt2", "gemma2", "gemma3_text", "gpt_oss", "deepseek_v3",
 """Families with groups of heads and without, soft caps, windows, sinks, values of another size, and chunks."""
 
 
-def run_interpreted(marks: str, file: str = "test_attention.py", names: str = "triton", least: int = 6) -> None:
-    """Run tests in a process whose Triton interprets its kernels."""
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-k", names, "-m", marks, "-p", "no:cacheprovider"]
-    command.append(f"tests/medusa/{file}")
+OF_FAMILIES = " or ".join(f"triton-{family}" for family in ATTENTION)
+OF_BATCHES = "test_batch.py and not (many or probabilities or penalties)"
+INTERPRETED = {
+    "a pass, losses and moves": ("test_gpu_pass.py test_gpu_losses.py test_gpu_moves.py", "test"),
+    "attention": (
+        "test_attention.py test_conformance.py test_batch.py",
+        f"triton and (test_attention.py or {OF_FAMILIES} or {OF_BATCHES})",
+    ),
+}
+"""Files and names of tests whose kernels can be interpreted in a minute or two."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", INTERPRETED)
+def test_interpreted_kernels_compute_what_they_should(what):
+    """In a process whose Triton interprets its kernels."""
+    files, names = INTERPRETED[what]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-k", names, "-m", "not gpu", "-p", "no:cacheprovider"]
+    command += ["-p", "tests.medusa.interpreter", *(f"tests/medusa/{file}" for file in files.split())]
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     result = subprocess.run(command, check=False, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-1000:]
-    assert int(re.search(r"(\d+) passed", result.stdout)[1]) >= least
-
-
-@pytest.mark.slow
-def test_a_pass_with_our_kernels_computes_what_every_family_computes():
-    run_interpreted("not gpu", "test_gpu_pass.py", "test")
-
-
-@pytest.mark.slow
-def test_the_kernels_of_losses_and_moves_compute_what_torch_computes():
-    run_interpreted("not gpu", "test_gpu_losses.py", "test")
-    run_interpreted("not gpu", "test_gpu_moves.py", "test", least=5)
-
-
-@pytest.mark.slow
-def test_the_kernels_compute_attention_over_the_grid_and_verify_trees_of_every_kind_of_attention():
-    """In processes of one thread, two at a time: interpreting takes minutes."""
-    families = " or ".join(f"triton-{family}" for family in ATTENTION)
-    jobs = [("test_conformance.py", families), ("test_attention.py", "triton")]
-    jobs.append(("test_batch.py", "triton-0 or triton and not (write_what or many or probabilities or penalties)"))
-    with ThreadPoolExecutor(2) as pool:
-        list(pool.map(lambda job: run_interpreted("not gpu", *job), jobs))
+    assert int(re.search(r"(\d+) passed", result.stdout)[1]) > 60
 
 
 def cross_compile(kernel, types: dict[str, str], constants: dict[str, object], card: int = HOPPER, **options: int):
@@ -144,8 +137,7 @@ def test_the_kernel_compiles_for_hopper():
     assert compiled.metadata.shared >= 2 * tile.stages * tile.keys * 128 * 2
 
 
-@pytest.mark.parametrize("norms", ["none", "heads", "whole"])
-@pytest.mark.parametrize("dim", [64, 80, 256])
+@pytest.mark.parametrize(("dim", "norms"), [(64, "heads"), (80, "none"), (256, "whole")])
 def test_the_kernels_of_a_pass_compile(dim, norms):
     """Without spilled registers, on an old card and on a new one."""
     types = dict.fromkeys(["joined", "cosines", "sines", "norms", "query", "keys", "values", "x", "y"], "*bf16")

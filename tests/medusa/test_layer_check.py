@@ -63,8 +63,7 @@ def real(request, smollm2_directory) -> BaseModel:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("layer", [0, 29])
+@pytest.mark.parametrize(("kind", "layer"), list(zip(KINDS, [0, 29] * len(KINDS), strict=False)))
 @pytest.mark.parametrize("real", [torch.bfloat16], indirect=True, ids=str)
 def test_faults_in_one_layer_of_real_weights_are_found(real, kind, layer, monkeypatch):
     plant(monkeypatch, real, kind, [layer])

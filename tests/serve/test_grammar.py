@@ -104,7 +104,7 @@ def test_what_ends_follows_its_schema_whatever_drafts(speaker, grammars, space, 
 def test_schemas_with_real_weights(smollm2_directory):
     model = MedusaModel.from_pretrained("data/pretrained/smollm2", base=smollm2_directory)
     grammars, drafted = Grammars(model.base), 0
-    for number in (0, 9, 13, 24):
+    for number in (0, 13):
         schema = schema_of(number)
         question = model.chat_prompt([{"role": "user", "content": f"Answer as JSON that follows {json.dumps(schema)}"}])
         constraint = grammars.json_schema(schema)

@@ -344,7 +344,7 @@ def test_a_run_that_was_killed_ends_like_one_that_was_not_and_its_recipe_trains(
     base_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(measure, "WRITE_SECONDS", 0.1)
-    prompts, whole, killed = prompt_file(tmp_path / "prompts.jsonl", 100), tmp_path / "whole", tmp_path / "killed"
+    prompts, whole, killed = prompt_file(tmp_path / "prompts.jsonl", 48), tmp_path / "whole", tmp_path / "killed"
     words = ["--base", str(base_directory), "--prompts", str(prompts), "--hours", "1", "--out"]
     assert main([*words, str(whole)]) == 0
     said = capsys.readouterr().out

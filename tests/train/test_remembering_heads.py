@@ -148,8 +148,10 @@ def test_a_block_sees_nothing_behind_its_root(frozen: BaseModel, heads: DraftHea
 @pytest.mark.parametrize(
     ("kind", "way", "killed"),
     [
-        ("attention", {"lora.rank": 2}, False), ("attention", {"cache.mode": "hybrid", "optim.mix_steps": 3}, True),
-        ("block", {"heads.own_lm_heads": True}, False), ("block", {"lora.rank": 2, "heads.mask_token": 3}, True),
+        ("attention", {"cache.mode": "hybrid", "optim.mix_steps": 3}, True),
+        ("block", {"lora.rank": 2, "heads.mask_token": 3}, True),
+        pytest.param("attention", {"lora.rank": 2}, False, marks=pytest.mark.slow),
+        pytest.param("block", {"heads.own_lm_heads": True}, False, marks=pytest.mark.slow),
     ],
     ids=str,
 )  # fmt: skip
