@@ -6,6 +6,7 @@ training and a held-out side, so that figures on held-out prompts are about text
 
 import ast
 import hashlib
+import os
 import re
 import sysconfig
 from collections.abc import Iterable, Iterator
@@ -90,12 +91,10 @@ def completion_prompts(split: Split) -> tuple[str, ...]:
 
 def _library_files(split: Split) -> Iterator[Document]:
     root = Path(sysconfig.get_path("stdlib"))
-    for path in sorted(root.rglob("*.py")):
+    for path in sorted(_modules(root)):
         relative = path.relative_to(root)
         top = relative.parts[0].removesuffix(".py").lstrip("_")
-        if (top in HELD_OUT) != (split == "heldout"):
-            continue
-        if EXCLUDED_DIRECTORIES.intersection(relative.parts) or relative.name.startswith("_sysconfigdata"):
+        if (top in HELD_OUT) != (split == "heldout") or relative.name.startswith("_sysconfigdata"):
             continue
         try:
             text = path.read_text(encoding="utf-8")
@@ -105,6 +104,12 @@ def _library_files(split: Split) -> Iterator[Document]:
         if text.strip():
             pairs, beginnings = tuple(_pairs(text, functions)), tuple(_beginnings(text, functions))
             yield Document(relative.as_posix(), text, pairs, beginnings)
+
+
+def _modules(root: Path) -> Iterator[Path]:
+    for directory, folders, names in os.walk(root):
+        folders[:] = set(folders) - EXCLUDED_DIRECTORIES  # site-packages may hold more than all the library
+        yield from (Path(directory, name) for name in names if name.endswith(".py"))
 
 
 def _significant_lines(text: str) -> frozenset[str]:
