@@ -66,7 +66,9 @@ def render_messages(
         )
     template = tokenizer.chat_template
     if not template:
-        raise ValueError(f"base ({name}) has no chat template; use plain prompts or another base")
+        raise ValueError(
+            f"base ({name}) has no chat template; give one (--chat-template), use plain prompts, or another base"
+        )
     if tools and "tools" not in str(template):
         raise ValueError(f"chat template of the base ({name}) has no tools; leave them out, or use another base")
     try:

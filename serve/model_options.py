@@ -34,6 +34,9 @@ class ModelOptions:
     draft_model: str | None = flag(
         None, "a smaller model that drafts, with the base's tokenizer; a directory or a Hub id", metavar="NAME"
     )
+    chat_template: str | None = flag(
+        None, "Jinja template of conversations, also for a base that has none (default: the base's own)", metavar="FILE"
+    )
     mtp: bool = flag(False, "load the multi-token-prediction layer that some bases have, which drafts too")
     dtype: str = flag("auto", "type of the weights", choices=DTYPES)
     device: str = flag("auto", "cpu, cuda, cuda:1, ... (default: %(default)s, cuda if there is one)")
@@ -62,7 +65,7 @@ class ModelOptions:
 
         Raises:
             OSError: They are not there or cannot be read.
-            ValueError: They do not fit together.
+            ValueError: They do not fit together, or the chat template cannot be read or is none.
         """
         heads = self.heads_or_default()
         if heads and not Path(heads).is_dir() and heads.count("/") != 1:  # "user/heads" may be on the Hub
@@ -71,6 +74,7 @@ class ModelOptions:
                 f"heads ({heads}) not found: {train}name others with --heads, or take --base smollm2, whose heads are"
                 " here"
             )
+        template = _read_template(self.chat_template) if self.chat_template else None
         import torch
         import transformers
 
@@ -82,7 +86,7 @@ class ModelOptions:
             )
         transformers.utils.logging.disable_progress_bar()
         transformers.utils.logging.set_verbosity_error()  # prompts are measured before they are cut to the context
-        return MedusaModel.from_pretrained(
+        model = MedusaModel.from_pretrained(
             heads,
             **base_arguments(self),
             attention=self.attention,
@@ -91,6 +95,10 @@ class ModelOptions:
             load_options={"tp_plan": "auto"} if self.tensor_parallel else None,
             mtp=self.mtp,
         )
+        if template is not None:
+            model.base.tokenizer.chat_template = template
+            model.chat_prompt([{"role": "user", "content": "Hello"}])  # what is no template is refused now
+        return model
 
     def heads_or_default(self) -> str | None:
         """The heads that are loaded if none are named; None = no heads."""
@@ -99,6 +107,13 @@ class ModelOptions:
         base = self.base or default_base()
         alone = self.draft_model or base != EMBEDDED
         return self.heads or shipped_heads(base) or (None if alone else DEFAULT_HEADS)
+
+
+def _read_template(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"chat template ({path}) cannot be read: {error}; give a Jinja template") from error
 
 
 def describe(model: "MedusaModel", directory: str | None) -> str:

@@ -191,6 +191,19 @@ def test_a_chat_without_trained_heads_offers_smollm2(monkeypatch, tmp_path):
     assert not out.getvalue()
 
 
+def test_a_template_of_a_file_takes_the_place_of_the_base_s(base_directory, tmp_path):
+    path, question = tmp_path / "template.jinja", [{"role": "user", "content": "hi"}]
+    options = ModelOptions(base=str(base_directory), device="cpu", chat_template=str(path))
+    with pytest.raises(ValueError, match=r"chat template \(.*template\.jinja\) cannot be read: .*; give a Jinja"):
+        options.load()
+    path.write_text("{% for message in messages %}<{{ message['content'] }}>{% endfor %}")
+    model = options.load()
+    assert model.base.tokenizer.decode(model.chat_prompt(question)) == "<hi>"
+    path.write_text("{% for message in messages %}")
+    with pytest.raises(ValueError, match=r"chat template of the base .* refuses this: Unexpected end of template"):
+        options.load()
+
+
 def test_nobody_there(say, capsys):
     assert say(b"", "--endpoint", "http://127.0.0.1:9/v1") == 1
     assert "does not answer" in capsys.readouterr().err
