@@ -11,7 +11,7 @@ from tests.serve.live import serving
 schemathesis = pytest.importorskip("schemathesis", reason="pip install schemathesis")
 
 ADMIN = {"Authorization": "Bearer root"}
-EXAMPLES = 30
+EXAMPLES = 60
 """Of each endpoint and kind."""
 
 
