@@ -67,7 +67,8 @@ def render_messages(
     template = tokenizer.chat_template
     if not template:
         raise ValueError(
-            f"base ({name}) has no chat template; give one (--chat-template), use plain prompts, or another base"
+            f"base ({name}) has no chat template; give one (chat and serve: --chat-template), use plain prompts, or"
+            " another base"
         )
     if tools and "tools" not in str(template):
         raise ValueError(f"chat template of the base ({name}) has no tools; leave them out, or use another base")

@@ -122,7 +122,6 @@ def test_python_too_old(clone):
 def test_pip_compiles_only_for_those_whose_python_may_not(clone):
     clone.launch("setup")
     assert len(clone.calls(" --no-compile ")) == 2
-    clone.launch("setup", PYTHONDONTWRITEBYTECODE="1")
     clone.stamp.unlink()
     clone.launch("setup", PYTHONDONTWRITEBYTECODE="1")
     assert (len(clone.calls(" --no-compile ")), len(clone.calls(" pip --disable"))) == (2, 4)

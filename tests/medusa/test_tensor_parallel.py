@@ -46,7 +46,7 @@ from tests.medusa.tensor_parallel_cases import load
 model = load(*sys.argv[1:])
 print("loaded", flush=True)
 sys.stdin.readline()
-model.generate("a", max_new_tokens=2)
+print(type(model.base).__name__, model.generate("a", max_new_tokens=2).text)
 """
 
 
@@ -127,6 +127,11 @@ def test_after_a_pass_that_fails_on_one_rank_nothing_is_computed_and_all_end(nam
 
 @pytest.mark.slow
 def test_ranks_outlive_no_one(names: tuple[str, ...]) -> None:
+    with loaded(*names) as (first, second):
+        second.terminate()  # as torchrun does to all; rank 0 may have answers to end
+        told, errors = first.communicate("\n", timeout=60)
+        assert (first.returncode, second.wait(60)) == (0, 0), errors
+        assert told.startswith("BaseModel ")
     with loaded(*names) as (first, second):
         first.kill()
         assert second.wait(60) == 1
