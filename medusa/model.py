@@ -249,8 +249,8 @@ class MedusaModel:
 
     def stream(self, prompt: Prompt, **options: Unpack[Options]) -> Stream:
         """Complete one prompt; the result iterates over pieces of text as they become final."""
-        batch, single = encode(self.base.tokenizer, prompt)
-        if not single:
+        batch, _ = encode(self.base.tokenizer, prompt)
+        if len(batch) != 1:
             raise ValueError(f"stream takes one prompt, not {len(batch)}; call generate for a batch")
         (request,), steps = self._start(batch, True, options)
         return Stream(steps, request.output)

@@ -69,7 +69,8 @@ class SamplingParams:
     Attributes:
         max_new_tokens: Limit on new tokens, at least 1, or with ``prompt_logprobs`` 0; the base's context limits them
             too.
-        max_steps: Limit on verify passes, at least 1; None = no limit.
+        max_steps: Limit on passes that give tokens (``Output.steps``), at least 1; the prompt's last pass is the first.
+            None = no limit.
         temperature: 0 = greedy.
         top_k: Keep the k most likely tokens; 0 = all.
         top_p: Keep the smallest set of tokens with at least this probability, above 0 to 1; 1 = all.
@@ -114,10 +115,14 @@ class SamplingParams:
             check_whole(name, getattr(self, name))
         if self.seed is not None and (not is_whole(self.seed) or not 0 <= self.seed < 2**63):
             raise ValueError(f"seed ({self.seed!r}) must be a number from 0 to 2**63 - 1; correct it")
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop or ()
+        if not isinstance(stop, list | tuple) or not all(isinstance(text, str) for text in stop):
+            raise ValueError(f"stop ({self.stop!r}) must be a string, or a list of strings; correct it")
         if "" in stop:
             raise ValueError("stop ('') is empty and would end every completion at once; leave it out")
-        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "stop", tuple(stop))
+        if not isinstance(self.logit_bias, Mapping | None):
+            raise ValueError(f"logit_bias ({self.logit_bias!r}) must be a mapping of token ids to numbers; correct it")
         if self.max_new_tokens < (least := int(self.prompt_logprobs is None)):
             raise ValueError(f"max_new_tokens ({self.max_new_tokens}) must be at least {least}; raise it")
         if self.max_steps is not None and self.max_steps < 1:
@@ -139,8 +144,10 @@ class SamplingParams:
                 check_range(name, getattr(self, name), 0, MAX_LOGPROBS)
         if self.top_p == 0:
             raise ValueError(f"top_p ({self.top_p}) must be above 0, it leaves no token; give 1 to switch it off")
-        if not 0 < self.repetition_penalty <= LARGEST:
-            raise ValueError(f"repetition_penalty ({self.repetition_penalty}) must be above 0; give 1 to switch it off")
+        if not is_number(self.repetition_penalty) or not 0 < self.repetition_penalty <= LARGEST:
+            raise ValueError(
+                f"repetition_penalty ({self.repetition_penalty!r}) must be a number above 0; give 1 to switch it off"
+            )
 
     def seeded(self) -> "SamplingParams":
         """The same parameters with a seed, if tokens are sampled."""
@@ -203,6 +210,8 @@ class Speculation:
         check_range("delta", self.delta, 0.0, math.inf)
         if isinstance(self.drafter, str):
             sources(self.drafter)
+        if self.tree is not None and not hasattr(self.tree, "paths"):
+            raise ValueError(f"tree ({self.tree!r}) is not a Tree; make one with medusa.tree.Tree or load_tree")
         if self.tree is not None and self.drafter is not None and not isinstance(self.drafter, str):
             raise ValueError("tree replaces nodes and drafter; give only one of them, on a model with heads")
         if self.nodes is not None and self.nodes < 1:
@@ -236,14 +245,22 @@ def from_options(options: Mapping[str, Any], prompts: int) -> tuple[list[Samplin
         if options.get(name) is not None and fields_of:
             raise ValueError(f"{name} is given together with its own fields ({min(fields_of)}); give one of them")
     seeds = _per_prompt("seed", chosen.pop("seed", None), prompts)
-    sampling = options.get("sampling") or [SamplingParams(**chosen, seed=seed) for seed in seeds]
-    return _per_prompt("sampling", sampling, prompts), _per_prompt(
-        "speculation", options.get("speculation") or Speculation(**drafting), prompts
+    sampling, speculation = options.get("sampling"), options.get("speculation")
+    if sampling is None:
+        sampling = [SamplingParams(**chosen, seed=seed) for seed in seeds]
+    if speculation is None:
+        speculation = Speculation(**drafting)
+    return (
+        _per_prompt("sampling", sampling, prompts, SamplingParams),
+        _per_prompt("speculation", speculation, prompts, Speculation),
     )
 
 
-def _per_prompt(name: str, value: Any, prompts: int) -> list[Any]:
-    """One value per prompt, from a single value or a list."""
+def _per_prompt(name: str, value: Any, prompts: int, kind: type = object) -> list[Any]:
+    """One value of a kind per prompt, from a single value or a list."""
+    for one in value if isinstance(value, list | tuple) else [value]:
+        if not isinstance(one, kind):
+            raise ValueError(f"{name} ({one!r}) must be of type {kind.__name__}; correct it")
     if not isinstance(value, Sequence) or isinstance(value, str):
         return [value] * prompts
     if len(value) != prompts:

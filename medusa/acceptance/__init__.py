@@ -7,7 +7,7 @@ the deepest node all of whose edges are accepted.
 
 from medusa.acceptance.build import BuiltRule, build_rule
 from medusa.acceptance.path import Accepted, Rule, Verdict, accept, select_path
-from medusa.acceptance.rules import greedy, sampling, speculative, typical
+from medusa.acceptance.rules import greedy
 
 __all__ = [
     "Accepted",
@@ -17,8 +17,5 @@ __all__ = [
     "accept",
     "build_rule",
     "greedy",
-    "sampling",
     "select_path",
-    "speculative",
-    "typical",
 ]

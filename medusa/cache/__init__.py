@@ -1,7 +1,6 @@
 """The KV cache: keys and values of many sequences, in blocks of a shared pool."""
 
 from medusa.cache.follower import Cached, Follower, tell
-from medusa.cache.layer import PassCache
 from medusa.cache.pool import BLOCK, BlockPool, PoolFullError
 from medusa.cache.sequence import CachedSequence, Observer, commit, plan_pass, provisional
 from medusa.cache.texts import FixedTexts, Texts
@@ -14,7 +13,6 @@ __all__ = [
     "FixedTexts",
     "Follower",
     "Observer",
-    "PassCache",
     "PoolFullError",
     "Texts",
     "commit",

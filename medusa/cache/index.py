@@ -40,7 +40,7 @@ class BlockIndex:
 
     @property
     def idle(self) -> Collection[int]:
-        """Number of known blocks that no sequence uses."""
+        """The known blocks that no sequence uses, by their numbers."""
         return self._idle.keys()
 
     def chain(self, tokens: Sequence[Hashable]) -> Iterator[Entry]:

@@ -106,11 +106,6 @@ class BlockPool:
         return len(self._users) * BLOCK
 
     @property
-    def remembered_tokens(self) -> int:
-        """Positions of the blocks that no sequence holds and that can still be found."""
-        return len(self._index.idle) * BLOCK
-
-    @property
     def available(self) -> float:
         """Number of blocks that can be taken now."""
         if self.limit is None:

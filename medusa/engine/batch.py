@@ -83,7 +83,7 @@ class Batch:
 
     @property
     def stuck(self) -> bool:
-        """Whether all remaining requests wait for room that users of the same pool outside this batch hold."""
+        """Whether, after a step in which nothing grew, users of the pool outside this batch hold the room it needs."""
         return self.waiting > 0 and len(self) == self.waiting
 
     def add(
@@ -144,7 +144,8 @@ class Batch:
                 f"prompt ({len(prompt)} tokens) leaves no room in the base's context ({base.context_length} tokens"
                 f"{note and f': {note}'}); shorten the prompt"
             )
-        trees = max(self._config.tree_reserve, 2 * (speculation.nodes or 0))
+        sizes = (getattr(given, "nodes", 0) for given in (speculation, speculation.tree, speculation.drafter))
+        trees = max(self._config.tree_reserve, *(2 * (size or 0) for size in sizes))
         self.pool.check(len(prompt) + min(params.max_new_tokens, room) + trees)
         return rule
 
@@ -186,10 +187,9 @@ class Batch:
         chunks = self._scheduler.schedule(self._decoding)
         if self.pool.limit is None:
             return chunks
-        if self._decoding and self._steps is None:
-            self._begin()
         while True:
-            ahead = self._nodes * (self._steps.ahead if self._steps is not None else 1)
+            steps = self._steps or (self._begin() if self._decoding else None)  # after a preemption new ones
+            ahead = self._nodes * steps.ahead if steps is not None else 0
             needed = sum(request.cached.missing(request.cached.length + ahead) for request in self._decoding)
             needed += sum(chunk.request.cached.missing(chunk.request.cached.length + chunk.size) for chunk in chunks)
             last = self._scheduler.preempt(needed, self._decoding)

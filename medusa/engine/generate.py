@@ -40,7 +40,7 @@ def _decode(batch: Batch, requests: Sequence[Request]) -> Generator[list[list[Pi
     try:
         while any(request.active for request in requests):
             grown = batch.step()
-            if batch.stuck:
+            if batch.stuck and not grown:  # where a request has ended, the next step has its room
                 raise PoolFullError(
                     f"KV cache ({batch.pool.tokens} positions) is full of other texts that still grow; end them first,"
                     " or give this call a cache of its own"

@@ -60,7 +60,7 @@ class LogprobReader:
         path_bA = accepted.path[rows_b]
         after_bAV = logits_BNV[rows_b[:, None], path_bA].float().log_softmax(-1)
         chosen_bA = after_bAV.gather(2, accepted.tokens[rows_b][..., None])[..., 0]
-        top = after_bAV.topk(max(1, *self._rows.values()) if self._rows else 1)
+        top = after_bAV.topk(max(1, *self._rows.values()))
         self._read = chosen_bA, top.values, top.indices
 
     def take(self) -> dict[int, list[TokenLogprob]]:

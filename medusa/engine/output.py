@@ -21,7 +21,7 @@ class Piece(str):
 
     drafted: bool
 
-    def __new__(cls, text: str, drafted: bool) -> Self:
+    def __new__(cls, text: str, drafted: bool = False) -> Self:
         """A string that remembers where it comes from."""
         piece = super().__new__(cls, text)
         piece.drafted = drafted

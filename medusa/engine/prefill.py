@@ -30,10 +30,11 @@ class Chunk:
         logits: [V] the logits there, if the chunk is the last one.
     """
 
+    hidden: Tensor
+    logits: Tensor
+
     def __init__(self, request: Request, size: int) -> None:
         self.request, self.size, self.ends = request, size, size == request.missing
-        self.hidden: Tensor | None = None
-        self.logits: Tensor | None = None
 
     @cached_property
     def part(self) -> Part:
@@ -86,7 +87,7 @@ def take_chunks(base: BaseModel, hidden_RF: Tensor, drafted_RF: Tensor, chunks: 
     for chunk, hidden_CF in zip(chunks, hidden_RF.split([chunk.size for chunk in chunks]), strict=True):
         chunk.take(base, hidden_CF)
     ending = [chunk for chunk in chunks if chunk.ends]
-    rows = torch.cat([drafted_RF, *(chunk.hidden[None] for chunk in ending if chunk.hidden is not None)])
+    rows = torch.cat([drafted_RF, *(chunk.hidden[None] for chunk in ending)])
     logits = base.logits(rows) if len(rows) else drafted_RF.new_empty(0, base.vocab_size)
     for chunk, logits_V in zip(ending, logits[len(drafted_RF) :], strict=True):
         chunk.logits = logits_V

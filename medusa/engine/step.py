@@ -103,9 +103,8 @@ def first_step(
         rule: Chooses the tokens.
         reader: Reads log-probabilities.
     """
-    hidden, logits = [one.hidden for one in chunks], [one.logits for one in chunks]
-    hidden_BF = torch.stack([hidden_F for hidden_F in hidden if hidden_F is not None])
-    logits_BV = torch.stack([logits_V for logits_V in logits if logits_V is not None])
+    hidden_BF = torch.stack([chunk.hidden for chunk in chunks])
+    logits_BV = torch.stack([chunk.logits for chunk in chunks])
     state = first_state(base, [chunk.request for chunk in chunks], hidden_BF)
     draft = drafter.propose(state)
     accepted = _judge(draft, hidden_BF[:, None], logits_BV[:, None], rule, state, reader)

@@ -127,10 +127,13 @@ def test_a_nucleus_among_the_likeliest_tokens_is_that_of_the_whole_vocabulary(to
         (None, {"temperature": 1.0, "top_p": 0.0}, "leaves no token"),
         ("typical", {"temperature": 1.0, "epsilon": 2.0}, "epsilon"),
         ("speculative", {"temperature": 0.0}, "greedy needs 0"),
-        (None, {"repetition_penalty": 0.0}, "repetition_penalty .0.0. must be above 0"),
+        (None, {"repetition_penalty": 0.0}, "repetition_penalty .0.0. must be a number above 0"),
         (None, {"repetition_penalty": math.nan}, "repetition_penalty"),
         (None, {"logit_bias": {5: 1.0, 6: 101.0}}, "logit_bias of token 6 .101.0. must be between"),
         (None, {"logit_bias": {5: math.nan}}, "logit_bias of token 5"),
+        (None, {"logit_bias": [5]}, r"logit_bias .\[5\]. must be a mapping"),
+        (None, {"stop": [1]}, r"stop .\[1\]. must be a string, or a list of strings"),
+        (None, {"repetition_penalty": "1"}, "repetition_penalty .'1'. must be a number"),
     ],
 )
 def test_wrong_settings_are_named(name, options, message):

@@ -183,6 +183,17 @@ def test_requests_that_leave_free_the_cache_at_once(speaker):
     assert batch.pool.held_tokens == 0 and len(batch) == 0 and batch.step() == {}
 
 
+def test_large_trees_wait_for_room(speaker):
+    batch, params = speaker.batch(speaker.base.new_pool(22 * BLOCK)), SamplingParams(max_new_tokens=4, ignore_eos=True)
+    requests = [batch.add([5 + n] * 20, params, Speculation("heads", nodes=40)) for n in range(10)]
+    while len(batch):
+        batch.step()
+    assert speaker.graphs is None or batch.preemptions > 0, "steps with fixed shapes reserve whole trees"
+    assert [request.output.tokens for request in requests[:2]] == [
+        speaker.generate([5 + n] * 20, sampling=params, nodes=1).tokens for n in range(2)
+    ]
+
+
 def test_log_probabilities_are_the_bases_own(speaker):
     prompt, params = [5, 6, 7], SamplingParams(max_new_tokens=12, temperature=0.8, seed=3, logprobs=3, top_p=0.9)
     outputs = [speaker.generate(prompt, sampling=params, nodes=nodes) for nodes in (1, 8)]

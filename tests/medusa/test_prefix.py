@@ -8,9 +8,10 @@ from itertools import zip_longest
 
 import pytest
 
-from medusa import BaseModel, MedusaModel, Prefix
+from medusa import BaseModel, MedusaModel, Prefix, Tree
 from medusa.cache import BLOCK
 from medusa.cache.layer import PassLayer
+from medusa.drafters import PromptLookupDrafter
 
 PROMPT = "def read_lines(path): return [line.rstrip() for line in open(path)]"
 OPTIONS = [
@@ -140,6 +141,19 @@ def test_a_prefix_that_is_full_of_what_grows_says_so(model, encode):
         model.generate(encode("b" * 90), prefix=prefix, max_new_tokens=4, nodes=1)
     for stream in streams:
         stream._steps.close()
+
+
+def test_trees_that_exceed_a_prefix_are_refused_at_once(model, encode):
+    for draft in ({"nodes": 200}, {"tree": Tree.full([10, 5, 3])}, {"drafter": PromptLookupDrafter(nodes=200)}):
+        with pytest.raises(ValueError, match=r"exceed the KV cache \(192 positions\)"):
+            model.generate(encode("b" * 30), prefix=Prefix(6 * BLOCK), max_new_tokens=4, **draft)
+
+
+def test_what_ends_makes_room_for_the_prompts_that_wait(model, encode):
+    prompts = [encode(letter * 90) for letter in "abc"]
+    alone = [model.generate(prompt, max_new_tokens=4, nodes=1).tokens for prompt in prompts]
+    outputs = model.generate(prompts, prefix=Prefix(7 * BLOCK), max_new_tokens=4, nodes=1)
+    assert [output.tokens for output in outputs] == alone
 
 
 def test_another_base_starts_from_nothing(model, base, encode):
