@@ -24,7 +24,7 @@ LinearFunction = Callable[[Tensor], Tensor]
 
 
 class LinearStruct(ctypes.Structure):
-    """``Linear`` of linear.h."""
+    """``Linear`` of weights.h."""
 
     _fields_ = [
         ("weight", ctypes.c_void_p), ("bias", ctypes.c_void_p), ("outputs", ctypes.c_int64), ("inputs", ctypes.c_int64),
@@ -146,17 +146,7 @@ class NativeLinear(nn.Linear):
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """``x @ weight.T + bias`` for x [..., in], by the kernel."""
-    if x.dtype != weight.dtype or x.shape[-1] != weight.shape[1]:
-        raise RuntimeError(
-            f"rows {list(x.shape)} of {x.dtype} do not fit a weight {list(weight.shape)} of {weight.dtype}"
-        )
-    x, rows = x.contiguous(), x.shape[:-1].numel()
-    out = x.new_empty(*x.shape[:-1], len(weight))
-    kernels().medusa_linear(
-        number_type(x.dtype), torch.get_num_threads(), LinearStruct.of(weight, bias), rows,
-        x.data_ptr(), out.data_ptr(),
-    )  # fmt: skip
-    return out
+    return LinearKernel(LinearStruct.of(weight, bias), weight.dtype, [weight, bias])(x)
 
 
 class LinearKernel:

@@ -19,12 +19,16 @@ HERE = Path(__file__).parent
 ALL = ("native", "native_drafts", "exactness", "attention", "int8", "packed", "loss_kernel")
 FEW = ("native", "exactness", "loss_kernel")
 """For flavours that few machines run, or that differ in little: linear layers, whole passes, and texts."""
+KERNELS = Path(native.__file__).with_name("kernels")
 CHECK = [
-    "-std=c++17", "-ffp-contract=off", "-w", "-pthread", f"-I{Path(native.__file__).with_name('kernels')}",
+    "-std=c++17", "-ffp-contract=off", "-w", "-pthread", f"-I{KERNELS}",
     str(HERE / "kernels" / "check.cpp"),
 ]  # fmt: skip
 X86 = platform.machine() == "x86_64"
 CLANG = f"{sys.executable} -m ziglang c++" if importlib.util.find_spec("ziglang") else "clang++"
+WITH_CLANG = pytest.mark.skipif(
+    shutil.which(CLANG.split(maxsplit=1)[0]) is None, reason="there is no clang (pip install ziglang)"
+)
 
 
 def run(command, **environment):
@@ -55,11 +59,20 @@ def test_processors_that_have_less(hidden, flags, names):
     assert passed, said
 
 
-@pytest.mark.skipif(shutil.which(CLANG.split(maxsplit=1)[0]) is None, reason="there is no clang (pip install ziglang)")
+@WITH_CLANG
 def test_clang(tmp_path):
     # ziglang builds its C++ library once for each cache.
     passed, said = passes_the_tests(FEW, CXX=CLANG, ZIG_GLOBAL_CACHE_DIR=str(tmp_path))
     assert passed, said
+
+
+@WITH_CLANG
+def test_clang_14_would_compile_them(tmp_path):
+    """Later ones only warn of what it refuses, such as captured structured bindings."""
+    source = str(KERNELS / "kernels.cpp")
+    strictly = ["-std=c++17", "-march=native", "-Werror=c++20-extensions", "-c", source, "-o", str(tmp_path / "x.o")]
+    built = run([*CLANG.split(), *strictly], ZIG_GLOBAL_CACHE_DIR=str(tmp_path))
+    assert built.returncode == 0, built.stderr[-2000:]
 
 
 @pytest.mark.skipif(

@@ -177,12 +177,12 @@ template <class T, bool TILES> struct Attention {
 
     // Shared positions for all rows together, a row's own ancestors behind them.
     void accumulate(const Part& part, Scratch& s, float* sums) const {
-        const auto& [rows, query, b, kv, start, skipped, count, whole] = part;
-        const int64_t from = start + skipped, stop = start + SEGMENT;
+        const Rows& rows = part.rows;
+        const int64_t start = part.start, from = start + part.skipped, stop = start + SEGMENT;
         const int width = at.width();
         std::fill(sums, sums + rows.count * width, 0.f);
-        at.table.runs(from, from + count, [&](int64_t p, int run) {
-            const T* values = value_at(b, kv, p);
+        at.table.runs(from, from + part.count, [&](int64_t p, int run) {
+            const T* values = value_at(part.b, part.kv, p);
 #define CALL(R) weigh_run<R>(rows, r, start, p, p + run, values, s.weights.data(), sums)
             FOR_TILES(rows.count, CALL)
 #undef CALL
@@ -195,7 +195,7 @@ template <class T, bool TILES> struct Attention {
             for (int64_t p = rows.last[r]; p >= own; n = rows.parents[n], p--)
                 if (p < stop) path[p - start] = n;
             for (int64_t p = own; p < end; p++) {
-                const T* values = value_at(b, kv, rows.length + path[p - start]);
+                const T* values = value_at(part.b, part.kv, rows.length + path[p - start]);
                 for (int d = 0; d < at.dim_v; d += LANES) {
                     const vf sum = load<vf>(sums + r * width + d);
                     store(sums + r * width + d, fma(splat(s.weights[r * SEGMENT + p - start]), wide(values + d, int(at.dim_v) - d), sum));
@@ -210,18 +210,18 @@ template <class T, bool TILES> struct Attention {
     // Values of a part as pairs, for the matrix unit, and which groups of them it takes: those of which every row sees all, and
     // those whose numbers are finite: what is hidden weighs 0.
     void pair_values(const Part& part, Scratch& s) const {
-        const auto& [rows, query, b, kv, start, skipped, count, whole] = part;
-        const int dim = int(at.dim_v), width = at.width(), end = skipped + count;
+        const int64_t start = part.start;
+        const int dim = int(at.dim_v), width = at.width(), skipped = part.skipped, end = skipped + part.count;
         const int64_t step = at.value_step();
         grow(s.zeros, width);
         std::fill(s.values, s.values + SEGMENT, s.zeros.data()), std::fill(s.together, s.together + GROUPS, false);
         at.table.runs(start + skipped, start + end, [&](int64_t p, int run) {
-            const T* first = value_at(b, kv, p);
+            const T* first = value_at(part.b, part.kv, p);
             for (int i = 0; i < run; i++, first += step) s.values[p - start + i] = first;
         });
         grow(s.pairs, SEGMENT / 2 * width);
         for (int j = skipped / DEPTH * DEPTH; j < end; j += DEPTH) {
-            s.together[j / DEPTH] = whole || finite(s.values + j, dim);
+            s.together[j / DEPTH] = part.whole || finite(s.values + j, dim);
             for (int i = j; i < j + DEPTH; i += 2) pair_up(s.values[i], s.values[i + 1], dim, &s.pairs[i / 2 * width]);
         }
     }
@@ -258,7 +258,7 @@ template <class T, bool TILES> struct Attention {
         if (!alone) return;
         const NoDenormals none;
         for (int i = 0, count; i < alone; i += count) {  // rows of a node, under several heads, go together
-            const auto [r, group] = places[i];
+            const int r = places[i].row, group = places[i].group;
             const T* seen[DEPTH] = {};
             const int64_t from = part.start + group * DEPTH, low = std::max(from, rows.first[r]);
             int64_t p = std::min(from + DEPTH - 1, rows.last[r]), n = rows.node[r];

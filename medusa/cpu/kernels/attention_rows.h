@@ -57,6 +57,8 @@ struct Rows {
     }
 };
 
+constexpr int64_t APART_BYTES = 64 << 20;  // most that segments leave behind, where every thread has rows anyway
+
 // Rows under one key head.
 struct Unit {
     int64_t b, kv;
@@ -91,7 +93,8 @@ struct Work {
             segments = std::max(segments, (at.lengths[b] + nodes - 1) / SEGMENT + 1);
             rows = std::max(rows, std::min<int64_t>(BLOCK, (count + 15) / 16 * 16));  // whole tiles of the matrix unit
         }
-        apart = int64_t(units.size()) < 4 * threads && threads > 1 && segments > 1;
+        const int64_t all = units.size(), bytes = all * segments * part(at) * int64_t(sizeof(float));
+        apart = threads > 1 && segments > 1 && all < 4 * threads && (all < threads || bytes <= APART_BYTES);
         if (apart) partial.reset(new float[units.size() * segments * part(at)]);
     }
     int64_t part(const Layer& at) const { return rows * (at.width() + 2); }  // numbers of one segment of a unit

@@ -20,9 +20,6 @@ template <class T> constexpr int64_t arranged(int64_t in) { return (in + STEP<T>
 template <int R, int C> constexpr bool IN_REGISTERS = R * C + C + 1 < (LANES == 8 ? 16 : 32);
 constexpr int MANY = IN_REGISTERS<ROWS, OUTPUTS> ? ROWS : ROWS - 1;  // rows of a tile where there are many more: all of that fits
 
-// The nearest number that T holds.
-template <class T> static inline float rounded(float x) { T y; narrow(x, &y); return widen(y); }
-
 // Numbers of the residual stream, to which what is put there is added.
 template <class T> struct Sum {
     T* at;
@@ -32,7 +29,6 @@ template <class T> struct Sum {
 template <class T> static inline void put(vf x, Sum<T> to, int count) {
     put(rounded(wide(to.at, count) + rounded(x * splat(to.factor), T()), T()), to.at, count);
 }
-template <class T> static inline void narrow(float x, Sum<T> to) { narrow(widen(*to.at) + rounded<T>(x * to.factor), to.at); }
 
 // How rows travel, and how R of them meet a vector of C outputs' weights, `in` numbers apart. Rows are arranged, `room`
 // numbers apart.

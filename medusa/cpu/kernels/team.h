@@ -97,7 +97,11 @@ class Team {
     template <class Work> void run(Work work) {
         on_threads(threads, [&](int thread) {
             Member member(*this, thread);
-            work(member);
+            try {
+                work(member);
+            } catch (const std::bad_alloc&) {  // the others do its pieces
+                failed = true;
+            }
         });
         if (failed) throw std::bad_alloc();
     }

@@ -1,4 +1,4 @@
-// Threads where there is no OpenMP (macOS' compiler). They sleep between calls, after a while of waiting for the next.
+// Threads where there is no OpenMP (clang, see build.py). They sleep between calls, after a while of waiting for the next.
 #pragma once
 #include <pthread.h>
 
