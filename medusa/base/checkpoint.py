@@ -60,9 +60,12 @@ def read_checkpoint(
     name = full_name(str(name))
     path, options = smollm2.locate(name), dict(load_options or {})
     divided = "tp_plan" in options
+    spread = divided or "device_map" in options
+    if int8 and (device.type != "cpu" or spread):
+        where = "spread over devices" if spread else f"on {device}"
+        raise ValueError(f"int8 is for one CPU and the base is {where}; leave int8 out, or pass device=cpu alone")
     if divided:
         device, options = divide(path, device, options, {"int8": int8, "adapter": adapter})
-    spread = divided or "device_map" in options
     try:
         with _garbage_kept():
             config = AutoConfig.from_pretrained(path)
@@ -90,8 +93,6 @@ def read_checkpoint(
         raise ValueError(f"base ({name}) cannot be loaded: {error}; give another path, or a Hub id") from error
     if adapter:
         model = apply_adapter(model, adapter, merge=not quantised)
-    if int8 and (device.type != "cpu" or spread):
-        raise ValueError(f"int8 is for one CPU and device is {device}; leave int8 out, or pass device=cpu")
     if int8:
         round_linears(model, output=model.get_output_embeddings())
     if pack and device.type == "cpu" and not spread:

@@ -88,9 +88,12 @@ def _files(name: str, repository: str, download: bool) -> list[str]:
     from huggingface_hub import list_repo_files
     from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]
 
+    from medusa.base.on_hub import reach
+
     with _hub_errors(name, download):
         try:
             if download:
+                reach()
                 return list(list_repo_files(repository))
         except (HTTPError, OSError, RuntimeError):
             with suppress(OSError):
@@ -109,13 +112,14 @@ def _kept(repository: str) -> list[str]:
 
 @contextmanager
 def _hub_errors(name: str, download: bool) -> Iterator[None]:
-    """Raise errors of the Hub as one sentence, without addresses, because these may hold a password."""
-    from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]
+    """Raise errors of the Hub as one sentence."""
+    from medusa.base.on_hub import one_sentence
 
+    if download:
+        with one_sentence(f"base ({name}) is not on this machine, and the Hugging Face Hub does not provide it"):
+            yield
+        return
     try:
         yield
-    except (HTTPError, OSError, RuntimeError) as error:
-        reason = f"the Hugging Face Hub does not have it ({type(error).__name__})" if download else "none is downloaded"
-        raise OSError(
-            f"base ({name}) is not a file on this machine, and {reason}; give another base, or a path"
-        ) from error
+    except OSError as error:
+        raise OSError(f"base ({name}) is not a file on this machine, and none is downloaded; give a path") from error

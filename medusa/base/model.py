@@ -206,8 +206,8 @@ class BaseModel:
             weight = getattr(module, "weight", None)
             if isinstance(weight, Tensor) and weight.shape == signs_D.shape:
                 with torch.no_grad():
-                    normed_D: Tensor = module(signs_D.to(weight.device)[None])[0]
-                return normed_D.to(self.device) * signs_D
+                    normed_2D: Tensor = module(torch.stack([signs_D, torch.zeros_like(signs_D)]).to(weight.device))
+                return (normed_2D[0] - normed_2D[1]).to(self.device) * signs_D  # of zeros only the bias is left
         return signs_D.abs()
 
     def with_traits(self, **found: Any) -> "BaseModel":

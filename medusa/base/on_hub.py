@@ -50,7 +50,7 @@ def at_hand(name: str, what: str, revision: str | None = None) -> str:
     try:
         refusal = f"{what} ({name}) is not on this machine, and the Hugging Face Hub does not provide it"
         with one_sentence(refusal, near(name, kept())):
-            get_session().head(constants.ENDPOINT, timeout=TIMEOUT)  # HfApi's own first request retries with pauses
+            reach()
             HfApi().model_info(name, revision=revision, timeout=TIMEOUT)
     except OSError as error:
         if directory := kept_directory(name, revision):
@@ -58,6 +58,11 @@ def at_hand(name: str, what: str, revision: str | None = None) -> str:
             return directory
         raise
     return name
+
+
+def reach() -> None:
+    """Raise the network's error at once if the Hub does not answer: requests of huggingface_hub retry with pauses."""
+    get_session().head(constants.ENDPOINT, timeout=TIMEOUT)
 
 
 def kept() -> list[str]:

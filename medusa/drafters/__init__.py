@@ -5,13 +5,11 @@ from medusa.drafters.early_exit import EarlyExitDrafter, ExitLayer
 from medusa.drafters.heads import HeadsDrafter
 from medusa.drafters.hybrid import HybridDrafter
 from medusa.drafters.model import ModelDrafter
-from medusa.drafters.prediction import PredictionDrafter
-from medusa.drafters.prompt_lookup import LOOKUP_GUESSES, PromptLookupDrafter
+from medusa.drafters.prompt_lookup import PromptLookupDrafter
 from medusa.drafters.sampled import SampledHeadsDrafter
-from medusa.drafters.writers import SmallModel, Writer
+from medusa.drafters.writers import SmallModel
 
 __all__ = [
-    "LOOKUP_GUESSES",
     "Drafter",
     "EarlyExitDrafter",
     "ExitLayer",
@@ -19,9 +17,7 @@ __all__ = [
     "HybridDrafter",
     "ModelDrafter",
     "PlainDrafter",
-    "PredictionDrafter",
     "PromptLookupDrafter",
     "SampledHeadsDrafter",
     "SmallModel",
-    "Writer",
 ]

@@ -18,7 +18,7 @@ class Drafter(Protocol):
     """N, nodes of a draft, the root included; on a CPU, where shapes are free, a draft may have fewer."""
     recordable: bool = False
     """Whether a step can be recorded as a CUDA graph: shapes are fixed, and drafts depend only on tensors of the state.
-    Optional, like the next two."""
+    Subclasses inherit this default and the next two."""
     observers: Sequence[Observer] = ()
     """Its layers that read the hidden states of committed tokens."""
     places: int = 0

@@ -114,6 +114,10 @@ class Drafters:
             known = ", ".join(sorted(self.named)) or "none"
             raise ValueError(f"heads ({speculation.heads!r}) are not loaded; choose one of: {known}")
         if name is not None and not isinstance(name, str):
+            if not hasattr(name, "observe"):
+                raise ValueError(
+                    f"drafter ({name!r}) is neither a name nor a Drafter; give a name, or a subclass of Drafter"
+                )
             return
         parts = self._parts(speculation.heads)
         takes_tree = parts.heads is not None and nodes is None and name in (None, "heads", "heads-sampled")
@@ -181,9 +185,9 @@ class Drafters:
         output: Completed,
     ) -> None:
         """Learn from an ended completion."""
-        name, arm, steps = speculation.drafter, self._arm(drafter), output.steps - 1  # the prompt's pass gave the first
-        left_open = speculation.nodes is None and speculation.tree is None
-        if left_open and arm is not None and steps > 0 and not self.parts.host_decides:
+        name, steps = speculation.drafter, output.steps - 1  # the prompt's pass gave the first token
+        left_open = speculation.nodes is None and speculation.tree is None and not self.parts.host_decides
+        if left_open and steps > 0 and (arm := self._arm(drafter)) is not None:
             choices = self.choices(speculation, batch, rule)
             policy = self._policy(choices, speculation.heads, batch, rule)
             policy.observe(arm, len(output.tokens) - 1, output.seconds, steps)
@@ -235,9 +239,10 @@ class Drafters:
     def _given(self, speculation: Speculation, rule: BuiltRule) -> Drafter:
         """The drafter of a request that sets the nodes."""
         name, nodes, tree = speculation.drafter, speculation.nodes, speculation.tree
-        name = name or ("heads" if tree is not None else next(iter(self._everyone(1, speculation.heads)), None))
-        if nodes == 1 or name is None:
+        if nodes == 1:
             return self._plain
+        best = "heads" if tree is not None else next(iter(self._everyone(1, speculation.heads)), "prompt-lookup")
+        name = name or best
         return self._sized(speculation.heads, name, nodes or 2, tree, rule)
 
     def _sized(self, heads: str | None, name: str, nodes: int, tree: Tree | None, rule: BuiltRule) -> Drafter:

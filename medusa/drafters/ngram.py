@@ -130,11 +130,16 @@ class NgramCache:
         replace_file(path, lambda beside: save_file(tensors, beside, metadata={"format": FORMAT}))
 
     @classmethod
-    def load(cls, path: str | Path, capacity: int = CAPACITY) -> "NgramCache":
+    def load(cls, path: str | Path, capacity: int = CAPACITY, vocab_size: int | None = None) -> "NgramCache":
         """Read a file that ``save`` wrote; if it exceeds the capacity, the latest contexts are kept.
 
+        Args:
+            path: The file.
+            capacity: Most contexts to keep.
+            vocab_size: V of the base that verifies; None = not checked.
+
         Raises:
-            ValueError: The file is not such a file.
+            ValueError: The file is not such a file, or holds tokens that the base does not have.
         """
         cache = cls(capacity)
         try:
@@ -146,6 +151,12 @@ class NgramCache:
             raise
         except Exception as error:
             raise ValueError(f"n-gram cache ({path}) cannot be read: {error}; save it again") from error
+        largest = max((token for pairs in following for token, _ in pairs), default=0)
+        if vocab_size is not None and largest >= vocab_size:
+            raise ValueError(
+                f"n-gram cache ({path}) holds token {largest}, and the base has {vocab_size} tokens: it was saved with"
+                " another base; give another file"
+            )
         for context, pairs in list(zip(contexts, following, strict=True))[-capacity:]:
             key = tuple(token for token in context if token >= 0)
             cache._counts[key] = Counter({token: times for token, times in pairs if times > 0})

@@ -119,8 +119,7 @@ class HeadsConfig:
 
     def layers_of(self, num_layers: int) -> tuple[int, ...]:
         """``feature_layers`` for a base of ``num_layers`` layers, all counted from 1."""
-        counted = (layer + num_layers if layer < 0 else layer for layer in self.feature_layers)
-        return tuple(layer or num_layers // 2 for layer in counted)
+        return tuple(layer + num_layers if layer < 0 else layer or num_layers // 2 for layer in self.feature_layers)
 
     @property
     def output_size(self) -> int:

@@ -54,7 +54,7 @@ def load_base_and_heads(
             config.base_source, base_model.source or "other ones",
         )  # fmt: skip
     if alone:
-        logger.warning("%s is a model without heads: it is loaded alone, and prompt lookup drafts", heads)
+        logger.warning("%s is a model without heads: it is loaded alone", heads)
     if directory is None or loaded is None:
         return base_model, None, None
     return base_model, loaded.with_config(base=base_model.name), load_provenance(directory)

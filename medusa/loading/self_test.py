@@ -2,7 +2,6 @@
 
 import inspect
 import logging
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -107,9 +106,9 @@ def _has_windows(base: BaseModel) -> bool:
 
 
 @torch.inference_mode()
-def _objection(base: BaseModel, nodes: list[int], lengths: Sequence[int] = LENGTHS) -> str | None:
+def _objection(base: BaseModel, nodes: list[int]) -> str | None:
     """Why the base cannot verify these nodes with its present traits; None if it can."""
-    lengths = [max(1, min(length, base.context_length - TREE.nodes)) for length in lengths]
+    lengths = [max(1, min(length, base.context_length - TREE.nodes)) for length in LENGTHS]
     prompts = [[(7 * i + 3) % base.vocab_size for i in range(length)] for length in lengths]
     drafted = [(11 * i + 5) % base.vocab_size for i in range(1, TREE.nodes)]
     tokens_BN = torch.tensor([[prompt[-1], *drafted] for prompt in prompts], device=base.device)

@@ -234,6 +234,12 @@ def test_drawn_chains_keep_their_laws_where_only_chains_are_verified():
 def test_wrong_drafters_are_refused(model, base):
     with pytest.raises(ValueError, match="choose one of: hybrid, heads, prompt-lookup"):
         model.generate("a", drafter="eagle")
+    with pytest.raises(ValueError, match=r"drafter \(5\) is neither a name nor a Drafter"):
+        model.generate("a", drafter=5)
+    with pytest.raises(ValueError, match=r"tree \(\(\(0,\),\)\) is not a Tree"):
+        model.generate("a", tree=((0,),))
+    with pytest.raises(ValueError, match=r"speculation \('heads'\) must be of type Speculation"):
+        model.generate("a", speculation="heads")
     with pytest.raises(ValueError, match="needs heads and there are none"):
         MedusaModel(base).generate("a", drafter="hybrid")
     with pytest.raises(ValueError, match=r"temperature \(0.0\) must be above 0 to draw"):

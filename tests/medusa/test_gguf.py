@@ -9,7 +9,7 @@ import huggingface_hub
 import pytest
 import torch
 from gguf import GGUFReader
-from huggingface_hub.errors import LocalEntryNotFoundError
+from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
 from safetensors import SafetensorError
 from transformers import (
     AutoModelForCausalLM,
@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from medusa import BaseModel, MedusaModel, SamplingParams
-from medusa.base import gguf, gguf_convert, gguf_names, gguf_reading, gguf_tensors
+from medusa.base import gguf, gguf_convert, gguf_names, gguf_reading, gguf_tensors, on_hub
 from medusa.base.names import resolve_base
 from medusa.cpu.gguf_types import KINDS
 from medusa.serve.server import main
@@ -106,7 +106,7 @@ def hub(tmp_path, monkeypatch):
 
     def list_repo_files(repository):
         if repository not in online:
-            raise OSError("no such repository at https://secret@hub")
+            raise RepositoryNotFoundError("no such repository at https://secret@hub", response=Mock())
         return online[repository]
 
     def hf_hub_download(repository, name, local_files_only=False):
@@ -125,6 +125,7 @@ def hub(tmp_path, monkeypatch):
             raise LocalEntryNotFoundError("not here")
         return str(tmp_path / "hub" / repository)
 
+    monkeypatch.setattr(on_hub, "reach", lambda: None)
     for function in (list_repo_files, hf_hub_download, snapshot_download):
         monkeypatch.setattr(huggingface_hub, function.__name__, function)
     return online
@@ -166,8 +167,8 @@ def test_a_name_on_the_hub_means_one_file(name, found, hub, monkeypatch):
         ("user/others-gguf:Q5_0", r"has no GGUF file of that type; its files are: a-Q4_0.gguf, a-Q8_0.gguf"),
         ("user/many-gguf:Q4_K", "has no GGUF file of that type"),
         ("user/split-gguf", "is a part of a model, .* join the parts"),
-        ("user/missing:Q4_0", r"the Hugging Face Hub does not have it \(OSError\); give another base"),
-        ("user/missing-gguf", r"the Hugging Face Hub does not have it \(OSError\); give another base"),
+        ("user/missing:Q4_0", "the Hugging Face Hub does not provide it: the repository does not exist"),
+        ("user/missing-gguf", "the Hugging Face Hub does not provide it: the repository does not exist"),
     ],
 )
 def test_a_name_on_the_hub_that_means_no_file_is_one_error(name, message, hub):

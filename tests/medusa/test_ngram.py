@@ -64,6 +64,8 @@ def test_a_saved_cache_is_read_back(tmp_path):
     (tmp_path / "broken").write_text(json.dumps({}))
     with pytest.raises(ValueError, match="cannot be read"):
         NgramCache.load(tmp_path / "broken")
+    with pytest.raises(ValueError, match="holds token 9, and the base has 9 tokens: it was saved with another base"):
+        NgramCache.load(tmp_path / "some" / "ngrams.safetensors", vocab_size=9)
     with pytest.raises(FileNotFoundError):
         NgramCache.load(tmp_path / "missing")
     with pytest.raises(ValueError, match=r"capacity \(0\)"):

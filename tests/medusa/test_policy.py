@@ -235,6 +235,8 @@ def test_where_shapes_are_fixed_a_whole_completion_has_one_size(base, make_heads
     assert sizes[0] == 4
     assert sizes.count(1) >= 28
     assert set(sizes[-4:]) <= {1, 2}
+    alone = Drafters(base, None, fixed_shapes=True)
+    assert alone.choose(Speculation(nodes=6), 1, rule).nodes == 6, "prompt lookup, where a size is given"
 
 
 def test_recorded_steps_choose_their_size_too(base, make_heads, caplog):

@@ -68,6 +68,16 @@ def test_the_last_layer_is_read_before_the_last_norm():
         torch.testing.assert_close(base.model.model.norm(layer), last)
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_the_weight_of_the_last_norm_is_found_beside_a_bias(family):
+    base = tiny(family)[0]
+    norm = base.model.model.norm if family == "llama" else base.model.transformer.ln_f
+    with torch.no_grad():
+        for value in norm.parameters():
+            value.uniform_(0.5, 2)
+    torch.testing.assert_close(base.last_norm, norm.weight.to(base.dtype), rtol=1e-4, atol=1e-4)
+
+
 def test_a_base_without_taps_stays_as_it_is(llama):
     ids = torch.tensor(PROMPTS[:1])
     assert llama.tapped(()) is llama
