@@ -36,10 +36,6 @@ class Grammars:
     def __init__(self, base: BaseModel) -> None:
         self._base = base
 
-    def json_object(self) -> Callable[[], Constraint]:
-        """Any JSON object."""
-        return self.json_schema({"type": "object"})
-
     def json_schema(self, schema: dict[str, Any]) -> Callable[[], Constraint]:
         """JSON that follows a schema.
 

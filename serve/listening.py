@@ -31,9 +31,10 @@ def bind(host: str, port: int) -> socket.socket:
     try:
         taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         taken.bind((host, port))
-    except OSError as error:
+    except (OSError, OverflowError) as error:
         taken.close()
-        raise OSError(f"address ({host}:{port}) cannot be used: {error.strerror}; choose --host and --port") from error
+        reason = getattr(error, "strerror", None) or error
+        raise OSError(f"address ({host}:{port}) cannot be used: {reason}; choose --host and --port") from error
     return taken
 
 

@@ -119,12 +119,6 @@ class Ticket:
         finally:
             self.cancel()
 
-    async def complete(self) -> Output:
-        """The whole completion; see ``deltas``."""
-        async for _ in self.deltas():
-            pass
-        return self.output
-
     def cancel(self) -> None:
         """Cancel the request and free its blocks; nothing happens if it has ended."""
         if not self._ended:

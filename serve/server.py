@@ -70,11 +70,15 @@ def build_app(args: argparse.Namespace) -> "FastAPI":
     )
     paths = dict(_named(text) for text in args.more_heads)
     options = from_flags(ModelOptions, args)
+    if len(paths) < len(args.more_heads):
+        raise ValueError(f"--more-heads ({' '.join(args.more_heads)}) gives a name twice; choose other names")
     model = options.load()
+    name = args.name or args.base or Path(model.base.name).name
+    if name in paths:
+        raise ValueError(f"heads ({name}) have the name of the served model; choose another one, or set --name")
     logger.info("loaded\n%s", describe(model, options.heads_or_default()))
     if paths:
-        model = model.with_heads({name: read_heads(path) for name, path in paths.items()})
-    name = args.name or args.base or Path(model.base.name).name
+        model = model.with_heads({one: read_heads(path) for one, path in paths.items()})
     engine = Engine(model, from_flags(EngineSettings, args), Metrics(name))
     service = Service(engine, Models(engine, name, paths), Grammars(model.base), api)
     return create_app(service, args.drain)

@@ -1,8 +1,10 @@
 """Access control: API keys, the admin key, and the size of bodies."""
 
 import hmac
+import json
 import logging
 import time
+from contextlib import suppress
 from http import HTTPStatus
 from uuid import uuid4
 
@@ -46,6 +48,21 @@ def check_admin(request: Request, settings: ApiSettings) -> None:
         raise ApiError(HTTPStatus.FORBIDDEN, message)
     if not _same(bearer(request), settings.admin_key):
         raise ApiError(HTTPStatus.UNAUTHORIZED, "admin key is missing or wrong", code="invalid_api_key")
+
+
+async def check_text(request: Request) -> None:
+    """Check that a body's texts have whole characters: JSON can hold halves of them, which tokenizers cannot read.
+
+    Raises:
+        ApiError: There is half of a character.
+    """
+    if rb"\ud" in (await request.body()).lower():
+        with suppress(json.JSONDecodeError):
+            try:
+                json.dumps(await request.json(), ensure_ascii=False).encode()
+            except UnicodeEncodeError as error:
+                message = "body holds half of a character (a lone surrogate); send whole ones"
+                raise ApiError(HTTPStatus.BAD_REQUEST, message) from error
 
 
 def _same(ours: str, theirs: str) -> bool:

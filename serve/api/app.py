@@ -13,7 +13,7 @@ from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import FileResponse, JSONResponse, PlainTextResponse
 
 from medusa.serve.api import answers
-from medusa.serve.api.access import Limits, check_admin, check_key
+from medusa.serve.api.access import Limits, check_admin, check_key, check_text
 from medusa.serve.api.body import HEADER, ignored, named
 from medusa.serve.api.chat import chat
 from medusa.serve.api.completions import complete
@@ -70,7 +70,9 @@ def create_app(service: Service, drain: float = 30.0) -> FastAPI:
         finally:
             await engine.stop(drain)
 
-    app = FastAPI(title="Medusa", lifespan=lifespan, docs_url="/docs", redoc_url=None)
+    app = FastAPI(
+        title="Medusa", lifespan=lifespan, docs_url="/docs", redoc_url=None, dependencies=[Depends(check_text)]
+    )
     app.add_middleware(Limits, max_body=settings.max_body)
     if settings.origins:
         app.add_middleware(

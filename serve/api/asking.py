@@ -131,5 +131,7 @@ def _params(body: Sampling, wanted: Wanted, longest: int, bias: dict[int, float]
         )
     except ValueError as error:
         message = str(error).replace("max_new_tokens", "max_tokens")
+        if "top_logprobs" in type(body).model_fields and message.startswith("logprobs"):
+            message = f"top_{message}"
         field = message.split(maxsplit=1)[0]
         raise refused(message, field if field in type(body).model_fields else None) from error

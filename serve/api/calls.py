@@ -100,7 +100,8 @@ class CallReader:
             self._take(len(inside) + len(tag))
             found = _parsed(inside)
             if found is None:
-                yield Said(BEGIN + inside + tag)
+                if tag or not self._calls.required:  # a required call that was cut off is no text
+                    yield Said(BEGIN + inside + tag)
                 self._read = self._text
             else:
                 yield self._call(found[0])

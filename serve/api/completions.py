@@ -31,12 +31,13 @@ async def complete(service: Service, body: CompletionRequest, client: str) -> Re
     if body.logprobs is not None:
         await service.aside(service.texts.prepare)
     prompts = await service.aside(_encode, service, body.prompt)
+    told = body.logprobs if body.echo else None
     wanted = Wanted(
         prompts,
         body.max_tokens,
         body.logprobs,
         usual=DEFAULT_MAX_TOKENS,
-        prompt_logprobs=body.logprobs if body.echo else 0 if body.max_tokens == 0 else None,
+        prompt_logprobs=told if told is not None else 0 if body.max_tokens == 0 else None,
         constraint=constraint,
         param="prompt",
     )

@@ -68,7 +68,7 @@ def _schema(wanted: ResponseFormat) -> dict[str, Any]:
     if wanted.type == "json_object":
         return {"type": "object"}
     if wanted.json_schema is None:
-        raise ValueError(f"response_format ({wanted.type}) is incomplete; give {wanted.type} together with its type")
+        raise ValueError(f"response_format ({wanted.type}) is incomplete; give its schema")
     return wanted.json_schema.schema_
 
 

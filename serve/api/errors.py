@@ -22,6 +22,8 @@ REASONS = {
     "missing": "is missing; give it",
 }
 """Messages for pydantic's kinds of errors whose own messages are unclear."""
+UNIONS = ("str", "int", "float", "constrained-str", "Tool", "NamedTool")
+"""Names of types in pydantic's places of errors."""
 TYPES: dict[int, str] = {
     HTTPStatus.UNAUTHORIZED: "authentication_error",
     HTTPStatus.FORBIDDEN: "permission_error",
@@ -102,7 +104,10 @@ def as_api_error(error: Exception) -> ApiError:
         case UnknownModelError():
             return ApiError(HTTPStatus.NOT_FOUND, str(error.args[0]), "model", "model_not_found")
         case RequestValidationError():
-            wrong = max(error.errors(), key=lambda one: len(one["loc"]))  # of a union only the intended type counts
+            # Of a union only the intended type counts: one whose types are right, or the one that fits deepest.
+            wrong = max(error.errors(), key=lambda one: (not one["type"].endswith("_type"), len(one["loc"])))
+            if wrong["loc"] == ("body",) and wrong["type"] in ("missing", "model_attributes_type"):
+                return refused("body is not a JSON object; send one, with the header Content-Type: application/json")
             place = "" if wrong["type"] == "json_invalid" else _place(wrong["loc"])
             message = REASONS.get(wrong["type"], wrong["msg"])
             return refused(f"{place}: {message}" if place else message, place or None)
@@ -114,7 +119,7 @@ def as_api_error(error: Exception) -> ApiError:
 
 def _place(parts: Sequence[str | int]) -> str:
     """The path of a field in a body, without the names of types."""
-    return ".".join(str(part) for part in parts[1:] if part not in ("str", "int", "float") and "[" not in str(part))
+    return ".".join(str(part) for part in parts[1:] if part not in UNIONS and "[" not in str(part))
 
 
 def handle_errors(app: FastAPI) -> None:
@@ -123,5 +128,6 @@ def handle_errors(app: FastAPI) -> None:
     async def answer(_: Request, error: Exception) -> JSONResponse:
         return as_api_error(error).response()
 
-    for kind in (ApiError, UnknownModelError, RequestValidationError, HTTPException, Exception):
+    engine = (BusyError, LateError, StoppingError, EngineError, UnknownModelError)
+    for kind in (*engine, ApiError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, answer)

@@ -73,13 +73,11 @@ class Reply:
         """The whole answer.
 
         Raises:
-            ApiError: A step has failed, or the time has passed.
+            EngineError: A step has failed.
+            LateError: The time has passed.
         """
-        try:
-            async for _ in merged(self._tickets):
-                pass
-        except Exception as error:
-            raise as_api_error(error) from error
+        async for _ in merged(self._tickets):
+            pass
         pairs = enumerate(zip(self._choices, self._tickets, strict=True))
         choices = [{"index": index, **choice.whole(ticket.output)} for index, (choice, ticket) in pairs]
         told = [len(ticket.output.tokens) for ticket in self._tickets]

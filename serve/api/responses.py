@@ -67,13 +67,11 @@ class ResponseReply:
         """The whole answer.
 
         Raises:
-            ApiError: A step has failed, or the time has passed.
+            EngineError: A step has failed.
+            LateError: The time has passed.
         """
-        try:
-            async for _ in self._events():
-                pass
-        except Exception as error:
-            raise as_api_error(error) from error
+        async for _ in self._events():
+            pass
         return self._response(self._ticket.output.finish_reason)
 
     def stream(self, headers: dict[str, str]) -> StreamingResponse:

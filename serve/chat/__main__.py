@@ -5,7 +5,7 @@ import io
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 from medusa.data.arguments import ending_at_once, show_messages
@@ -17,7 +17,7 @@ from medusa.serve.chat.terminal import Terminal
 from medusa.serve.flags import add_flags, from_flags
 from medusa.serve.model_options import DEFAULT_HEADS, ModelOptions, describe
 
-HERE = ("heads", "base", "draft_model", "mtp", "tree", "ngrams")
+HERE = (*(each.name for each in fields(ModelOptions)), "tree", "ngrams")
 """Flags that only apply to a model in this process."""
 EPILOG = """\
 With a terminal: /? lists the commands, Ctrl-C stops an answer, Ctrl-D leaves.
@@ -62,7 +62,7 @@ def _read_flags(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Generat
     """Parse the flags; contradicting flags are wrong use."""
     parser = build_parser()
     args = parser.parse_args(argv)
-    here = [f"--{name.replace('_', '-')}" for name in HERE if getattr(args, name)]
+    here = [f"--{name.replace('_', '-')}" for name in HERE if getattr(args, name) != parser.get_default(name)]
     if args.endpoint and here:
         parser.error(f"endpoint ({args.endpoint}) is a remote model; leave {', '.join(here)} out")
     if args.model and not args.endpoint:
@@ -129,7 +129,7 @@ def _talk_to_model(args: argparse.Namespace, terminal: Terminal, settings: Gener
     if settings.nodes is None and tree is None:
         title += "\n" + model.explain(settings.drafter)
     if args.ngrams and Path(args.ngrams).exists():
-        model.drafters.parts.ngrams = NgramCache.load(args.ngrams)
+        model.drafters.parts.ngrams = NgramCache.load(args.ngrams, vocab_size=model.base.vocab_size)
     try:
         Repl(model, terminal, COMMANDS, Conversation(args.system), settings, title, Prefix(), tree).run()
     finally:

@@ -140,8 +140,9 @@ def save(path: Path, conversation: Conversation, settings: GenerationOptions) ->
     text = json.dumps({"messages": conversation.messages(), "settings": asdict(settings)}, indent=2, ensure_ascii=False)
     try:
         replace_file(path, lambda beside: beside.write_text(text + "\n", encoding="utf-8"))
-    except OSError as error:  # the original message names a temporary file
-        raise OSError(f"file ({path}) cannot be written: {error.strerror or error}; choose another place") from error
+    except (OSError, ValueError) as error:  # the original message names a temporary file
+        reason = getattr(error, "strerror", None) or error
+        raise OSError(f"file ({path}) cannot be written: {reason}; choose another place") from error
 
 
 def load(path: Path) -> tuple[Conversation, GenerationOptions]:

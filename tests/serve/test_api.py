@@ -186,7 +186,7 @@ def test_a_stream_tells_what_was_drafted(client):
         ({"audio": {"voice": "alloy"}}, 400, "audio: is not supported; this model writes text only"),
         ({"logit_bias": {"9999": 1}}, 400, "token id (9999)"),
         ({"top_logprobs": 3}, 400, "top_logprobs needs logprobs"),
-        ({"logprobs": True, "top_logprobs": 21}, 400, "logprobs (21) must be between 0 and 20"),
+        ({"logprobs": True, "top_logprobs": 21}, 400, "top_logprobs (21) must be between 0 and 20"),
         ({"stream_options": {"include_usage": True}}, 400, "stream_options needs stream"),
         ({"speculation": {"drafter": "guess"}}, 400, "drafter ('guess') is not known"),
         ({"speculation": {"enabled": False, "nodes": 4}}, 400, "leave one out"),
@@ -198,6 +198,7 @@ def test_a_stream_tells_what_was_drafted(client):
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, 400, "has no tools"),
         ({"temperature": "warm"}, 400, "temperature"),
         ({"stop": ""}, 400, "stop ('') is empty"),
+        ({"stop": ["x"] * 20}, 400, "stop: List should have at most 16 items"),
         ({"max_completion_tokens": 5}, 400, "mean the same"),
         ({"temperature": 10**400}, 400, "temperature"),
         ({"timeout": 10**400}, 400, "timeout"),
@@ -219,6 +220,14 @@ def test_what_cannot_be_served_is_an_error_of_openai(live, wrong, status, messag
 def test_bodies_that_are_none(live):
     url = f"{live.url}/v1/chat/completions"
     assert httpx.post(url, content=b"{not", headers=JSON).json()["error"]["message"] == "body is not JSON; correct it"
+    for content, headers in ((b'{"model": "small"}', {}), (b"[]", JSON), (b"", JSON)):
+        said = httpx.post(url, content=content, headers=headers).json()["error"]["message"]
+        assert said == "body is not a JSON object; send one, with the header Content-Type: application/json"
+    for place in ("v1/chat/completions", "v1/completions", "tokenize"):
+        half = httpx.post(f"{live.url}/{place}", content=rb'{"model": "\uD83D", "prompt": "\ud83d"}', headers=JSON)
+        assert half.status_code == 400 and "half of a character" in half.json()["error"]["message"]
+    whole = {"prompt": "\U0001f600 \\ud83d"}  # a pair of escapes, and an escaped backslash
+    assert httpx.post(f"{live.url}/tokenize", content=json.dumps(whole), headers=JSON).status_code == 200
     huge = post(live, text="x" * 200_000)
     assert huge.status_code == 413 and "exceeds the limit (100000 bytes)" in huge.json()["error"]["message"]
 

@@ -25,7 +25,7 @@ from tests.serve.live import serving
         "--bogus", "--nodes 0", "--nodes x", "--temperature -1", "--acceptance no", "--drafter eagle",
         "--attention paged", "--acceptance sampling", "--acceptance greedy --temperature 0.5",
         "--nodes 8 --tree tree.json", "--drafter heads --tree tree.json", "--endpoint http://x/v1 --base base",
-        "--model small",
+        "--endpoint http://x/v1 --int8", "--model small",
     ],
 )  # fmt: skip
 def test_wrong_use_exits_2(flags, capsys):

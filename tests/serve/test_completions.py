@@ -69,6 +69,8 @@ def complete_stream(client, **options):
 def test_nothing_is_written_where_nothing_is_wanted(client, speaker):
     (only,) = complete(client, max_tokens=0, echo=False, logprobs=None)
     assert (only.text, only.finish_reason, only.logprobs) == ("", "length", None)
+    (only,) = complete(client, max_tokens=0, logprobs=None)
+    assert (only.text, only.logprobs) == (speaker.base.tokenizer.decode(PROMPT), None)
     full = PROMPT * 20
     full = full[: speaker.base.context_length]
     (scored,) = complete(client, full, max_tokens=0, logprobs=0)

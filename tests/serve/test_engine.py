@@ -39,6 +39,12 @@ async def taken(engine, *arguments, **options):
     return ticket
 
 
+async def complete(ticket):
+    async for _ in ticket.deltas():
+        pass
+    return ticket.output
+
+
 @pytest.mark.parametrize("message", ["a step has failed", "the engine has failed"])
 def test_an_error_in_a_step_or_outside_ends_requests_and_not_the_engine(speaker, monkeypatch, message):
     async def scenario(engine):
@@ -47,9 +53,9 @@ def test_an_error_in_a_step_or_outside_ends_requests_and_not_the_engine(speaker,
             place = (engine._batch, "step") if "step" in message else (engine, "_expire")
             patch.setattr(*place, lambda: 1 / 0)
             with pytest.raises(EngineError, match=f"{message}: division by zero"):
-                await first.complete()
+                await complete(first)
         after = await taken(engine, [5, 6], SamplingParams(max_new_tokens=3, ignore_eos=True))
-        return (await after.complete()).tokens
+        return (await complete(after)).tokens
 
     assert len(run(speaker, scenario)) == 3
 
@@ -113,7 +119,7 @@ def test_little_room_is_enough_for_all(speaker):
 
     async def scenario(engine):
         tickets = [await taken(engine, *one) for one in asked]
-        outputs = [await ticket.complete() for ticket in tickets]
+        outputs = [await complete(ticket) for ticket in tickets]
         assert engine._batch.preemptions > 0
         return outputs
 
@@ -129,7 +135,7 @@ def test_a_client_that_goes_away_frees_its_rows(speaker):
             break
         waiting = await taken(engine, [5, 8], LONG)
         waiting.cancel()
-        output = await stays.complete()
+        output = await complete(stays)
         assert len(output.tokens) == 60
         assert gone.output.finish_reason == "abort"
         assert b'request_success_total{finished_reason="abort",model_name="small"} 2.0' in engine.metrics.render()
@@ -148,7 +154,7 @@ def test_other_heads_while_requests_run(speaker, base, make_heads):
         await engine.call(lambda: engine.use(more))
         after = await taken(engine, [5, 6], LONG, Speculation("heads", nodes=4, heads="deep"))
         own = await taken(engine, [5, 6], LONG, Speculation("heads", nodes=4))
-        outputs = [await ticket.complete() for ticket in (before, after, own)]
+        outputs = [await complete(ticket) for ticket in (before, after, own)]
         await engine.call(lambda: engine.use(speaker))
         with pytest.raises(ValueError, match="not loaded"):
             await taken(engine, [5, 6], LONG, Speculation(heads="deep"))
@@ -170,7 +176,7 @@ def test_a_server_that_goes_down_lets_requests_end(speaker):
         await asyncio.sleep(0)
         with pytest.raises(StoppingError):
             await taken(engine, [5, 6], LONG)
-        output = await running.complete()
+        output = await complete(running)
         await stopping
         return output
 

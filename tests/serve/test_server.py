@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from medusa.serve.listening import bind, url
+from medusa.serve.server import main
 from tests.serve.live import serving
 
 ROOT = Path(__file__).parents[2]
@@ -37,6 +38,16 @@ def test_an_address_that_is_taken_is_one_error_before_anything_is_loaded():
         port = taken.getsockname()[1]
         with pytest.raises(OSError, match=rf"address \(127\.0\.0\.1:{port}\) cannot be used: .* choose --host"):
             bind("127.0.0.1", port)
+    with pytest.raises(OSError, match=r"\(127\.0\.0\.1:70000\) cannot be used: .* 0-65535"):
+        bind("127.0.0.1", 70000)
+
+
+@pytest.mark.parametrize("names", [("a", "a"), ("small", "b")])
+def test_names_of_heads_are_different(speaker, tmp_path, names, monkeypatch, caplog):
+    monkeypatch.setattr("medusa.serve.model_options.ModelOptions.load", lambda _: speaker)
+    more = [f"{name}={tmp_path}" for name in names]
+    assert main(["--base", "small", "--port", "0", "--more-heads", *more]) == 1
+    assert "choose" in caplog.text
 
 
 @pytest.mark.parametrize(("host", "shown"), [("127.0.0.1", "127.0.0.1"), ("0.0.0.0", "localhost"), ("::1", "[::1]")])
