@@ -6,9 +6,9 @@ from medusa.data import default_base
 from medusa.data.arguments import DTYPES, at_least
 from medusa.sampling import sources
 from medusa.serve.model_options import ATTENTION
+from medusa.train.config import ARCHITECTURES
 
 QUESTIONS = "a question file of Spec-Bench or MT-bench, or JSON lines of prompt; --count questions of each category"
-ARCHITECTURES = ("recurrent", "medusa", "markov", "hydra", "attention", "block")
 EPILOG = """\
 OMP_NUM_THREADS sets the CPU threads. Everything that is compared in a report is measured alternately in one run.
 

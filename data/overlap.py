@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from medusa.data.files import file_records
-from medusa.data.shapes import conversation
+from medusa.data.shapes import questions
 
 WORDS = 13
 """Number of successive words that two texts may not share; a shorter text is compared as a whole."""
@@ -56,7 +56,7 @@ def evaluation_texts(path: str | Path) -> Iterator[str]:
     for place, record in file_records(path):
         if isinstance(turns := record.get("turns"), list):
             yield from map(str, turns)
-        elif found := conversation(record):
-            yield from (str(turn["content"]) for turn in found)
+        elif found := questions(record):
+            yield from (str(turn["content"]) for turn in found if turn["role"] != "assistant")
         else:
             raise ValueError(f"{place}: no question; give turns, messages or prompt")

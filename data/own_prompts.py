@@ -42,7 +42,7 @@ def openings(model: MedusaModel, count: int, seed: int = 0) -> list[Prompt]:
 
 
 class OwnPrompts:
-    """Completes openings through another answerer; refuses prompts that are cut off, very short, or duplicates.
+    """Completes openings through another answerer; refuses prompts that are cut off or very short.
 
     Args:
         model: The base.
@@ -52,7 +52,6 @@ class OwnPrompts:
     def __init__(self, model: MedusaModel, answerer: Answerer) -> None:
         self._base, self._answerer, self._before = model.base, answerer, _before(model).rstrip()
         self._special = special_tokens(model.base.tokenizer)
-        self._said: set[str] = set()
 
     def answer(self, prompts: Sequence[tuple[int, Prompt]]) -> Generator[tuple[int, Answered]]:
         """See ``Answerer``; the answers complete the openings."""
@@ -67,9 +66,8 @@ class OwnPrompts:
         text = self._text(exchanges[0])
         if exchanges[0].answer[-1] not in self._base.eos_ids:
             return UnansweredError(f"the base did not finish it ({text[:60]!r})")
-        if len(text.split()) < LEAST_WORDS or self._special.search(text) or text in self._said:
-            return UnansweredError(f"it is too short, not only text, or a duplicate ({text[:60]!r})")
-        self._said.add(text)
+        if len(text.split()) < LEAST_WORDS or self._special.search(text):
+            return UnansweredError(f"it is too short, or not only text ({text[:60]!r})")
         return exchanges
 
     def _text(self, exchange: Exchange) -> str:

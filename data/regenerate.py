@@ -39,6 +39,7 @@ def regenerate(
     made_by: Mapping[str, Any],
     records: Callable[[Sequence[Exchange]], Sequence[Mapping[str, Any]]] = samples,
     shown: bool = True,
+    distinct: bool = False,
 ) -> Report:
     """Let prompts be answered; write one ``{"input_ids", "loss_mask"}`` line per conversation, in the prompts' order.
 
@@ -52,6 +53,7 @@ def regenerate(
         made_by: All settings on which the answers depend; a run continues only if they are the same.
         records: Makes the lines of one conversation.
         shown: Show a progress bar.
+        distinct: Leave out lines that equal an earlier one.
 
     Raises:
         UnansweredError: None of the prompts was answered.
@@ -75,7 +77,7 @@ def regenerate(
                     part.add(number, records(answer))
         if not part.lines:
             raise UnansweredError(f"prompts ({len(prompts)}) got no answer at all; the first one: {failures[0]}")
-        tokens = part.finish(out)
+        tokens = part.finish(out, distinct)
     if failures:
         logger.warning("%d of %d prompts are left out; the first one: %s", len(failures), len(prompts), failures[0])
     return Report(len(prompts) - len(failures), len(failures), tokens)
@@ -117,16 +119,20 @@ class Part:
         self.lines[number] = self._end
         self._append(json.dumps({"prompt": number, "samples": records}).encode() + b"\n")
 
-    def finish(self, out: Path) -> int:
+    def finish(self, out: Path, distinct: bool) -> int:
         """Write all samples to ``out``, in the prompts' order, and remove this file; returns supervised tokens."""
-        tokens = 0
+        tokens, seen = 0, set[str]()
         temporary = out.with_name(f"{out.name}.tmp")
         with temporary.open("w", encoding="utf-8") as file:
             for number in sorted(self.lines):
                 self._file.seek(self.lines[number])
                 for sample in json.loads(self._file.readline())["samples"]:
+                    line = json.dumps(sample) + "\n"
+                    if distinct and line in seen:
+                        continue
+                    seen.add(line)
                     tokens += sum(sample.get("loss_mask", ()))
-                    file.write(json.dumps(sample) + "\n")
+                    file.write(line)
         temporary.replace(out)
         self._path.unlink()
         return tokens

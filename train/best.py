@@ -74,6 +74,8 @@ class Best:
 
 
 def _evaluations(directory: RunDirectory, step: int) -> list[tuple[float, int]]:
-    """Chain length and step of the evaluations up to a step."""
+    """Chain length and step of the evaluations up to a step; none where their best heads were not kept."""
+    if not directory.best.is_dir():
+        return []
     records = [record for record in directory.records() if KEY in record and "steps" not in record]
     return [(chain_length(record[KEY]), record["step"]) for record in records if record["step"] <= step]

@@ -79,6 +79,7 @@ def _too_large(recipe: Recipe, directory: str) -> Iterator[str]:
     for key, value, names, spare, what in (
         ("data.row_tokens", recipe.data.row_tokens, CONTEXT, 0, "the context of the base"),
         ("heads.draft_vocab", heads.draft_vocab, ("vocab_size",), 0, "the vocabulary of the base"),
+        ("heads.mask_token", heads.mask_token, ("vocab_size",), 1, "the last token of the base"),
         ("heads.feature_layers", heads.feature_layers, LAYERS, 1, "the layers below the last one of the base"),
     ):
         found = next((config[name] for name in names if isinstance(config.get(name), int)), None)

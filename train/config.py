@@ -33,6 +33,7 @@ class BaseRecipe:
     """4bit: load the base through bitsandbytes (QLoRA); its answers change, and so do the heads that fit it."""
 
 
+ARCHITECTURES = ("recurrent", "medusa", "markov", "hydra", "attention", "block")
 REMEMBERING = ("attention", "block")
 """Architectures whose heads have decoder layers like the base's, and see the text before a position."""
 
@@ -41,8 +42,8 @@ REMEMBERING = ("attention", "block")
 class HeadsRecipe:
     """The trained heads."""
 
-    architecture: str = "medusa"
-    """Name in medusa.heads.ARCHITECTURES."""
+    architecture: str = _choice("medusa", *ARCHITECTURES)
+    """The design of the heads; docs/heads.md compares them."""
     num_heads: int = _limits(4, low=1, high=16)
     """Number of heads; head k predicts token t+1+k. Architecture attention: passes of its layer, each from the previous
     output. Architecture block: rows of its only pass."""
@@ -62,7 +63,8 @@ class HeadsRecipe:
     """Token whose embedding all rows of a block except the first begin with, so that heads can be exported as DSpark
     drafts (best a token that no text has); -1 = our own rows; architecture block only."""
     norm_features: bool = True
-    """Normalise the output of each feature layer, with weights of its own (EAGLE 3.1); architecture attention only."""
+    """Normalise the output of each feature layer, with weights of its own (EAGLE 3.1); architectures attention and
+    block only."""
     norm_output: bool = True
     """Each pass reads the previous output after its last norm (EAGLE 3.1); architecture attention only."""
     window: int = _limits(0, low=0)
@@ -95,7 +97,7 @@ class DataRecipe:
     streaming: bool = False
     """Read a Hub data set as it arrives instead of downloading it whole; needs limit."""
     limit: int = _limits(0, low=0)
-    """Most training samples; 0 = all."""
+    """Most training samples, the first ones; 0 = all. Files of `data regenerate` begin with the shortest prompts."""
     supervise: str = _choice("answers", "answers", "all")
     """Tokens that heads learn to predict: answers, or all, which are the prompts too, with or without an answer. Then
     the loss should take the base's distribution for its target (kl and others): ce would teach what people wrote."""

@@ -28,7 +28,7 @@ class Engine:
         optim: learning rate, weight decay, clipping.
         engine: ZeRO stage and offload.
         device: device of the module; torch.distributed must be initialised.
-        groups: groups of trained parameters with one learning rate each; None = one group.
+        groups: groups of trained parameters with one learning rate each.
         autocast: compute the module's products in bfloat16; weights and their sums stay in float32.
     """
 
@@ -38,7 +38,7 @@ class Engine:
         optim: OptimRecipe,
         engine: EngineRecipe,
         device: torch.device,
-        groups: Sequence[Sequence[nn.Parameter]] | None = None,
+        groups: Sequence[Sequence[nn.Parameter]],
         autocast: bool = False,
     ) -> None:
         self._deepspeed = import_deepspeed(device)
@@ -48,7 +48,7 @@ class Engine:
         assert all(value.dtype == torch.float32 for value in self._parameters.values()), "state() holds master weights"
         self._engine, *_ = self._deepspeed.initialize(
             model=module,
-            model_parameters=[{"params": list(group)} for group in groups or [[*self._parameters.values()]]],
+            model_parameters=[{"params": list(group)} for group in groups],
             config=_config(optim, engine, autocast),
         )
         self._stage = engine.zero_stage

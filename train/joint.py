@@ -28,7 +28,7 @@ class JointLoss(HeadsLoss):
         base: the base that the adapters are in.
         adapters: the trained adapters.
         base_loss: kl = distance to the original base; ce = cross entropy of the labels.
-        heads_loss: ce, kl or tv, as for `HeadsLoss`; the adapted base is the teacher.
+        heads_loss: a kind of `HeadsLoss`; the adapted base is the teacher.
         loss_rows: most rows of logits that exist at a time.
     """
 

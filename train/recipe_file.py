@@ -14,11 +14,28 @@ import yaml
 
 from medusa.data.files import common_files
 from medusa.data.hub import is_saved
-from medusa.train.config import REMEMBERING, DataRecipe, Recipe
+from medusa.train.config import REMEMBERING, DataRecipe, HeadsRecipe, Recipe
+
+LIMITED = {
+    "last_layer": REMEMBERING, "window": REMEMBERING, "norm_features": REMEMBERING,
+    "norm_output": ("attention",), "mask_token": ("block",),
+}  # fmt: skip
+"""Keys of ``heads`` that only some architectures have."""
 
 
 class RecipeError(ValueError):
     """A recipe that cannot be run; the text lists all errors."""
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that is given twice, of which YAML readers take the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """See ``SafeLoader``."""
+        keys = [key.value for key, _ in node.value]
+        if twice := [key for key in keys if keys.count(key) > 1]:
+            raise yaml.YAMLError(f"{twice[0]} is there twice, {str(node.start_mark).strip()}")
+        return super().construct_mapping(node, deep)
 
 
 Check = Callable[[Recipe], Iterable[str]]
@@ -37,7 +54,7 @@ def read_recipe(path: str | Path, overrides: Mapping[str, str] | None = None, al
         RecipeError: the file cannot be read, or keys or values are wrong (all of them are named).
     """
     try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        content = yaml.load(Path(path).read_text(encoding="utf-8"), _Loader)
     except OSError as error:
         raise RecipeError(f"recipe ({path}) cannot be read: {error.strerror}; give an existing YAML file") from None
     except (UnicodeDecodeError, yaml.YAMLError) as error:
@@ -45,9 +62,10 @@ def read_recipe(path: str | Path, overrides: Mapping[str, str] | None = None, al
         raise RecipeError(f"recipe ({path}) is not YAML in UTF-8: {reason}; correct the file") from None
     if not isinstance(content or {}, dict):
         raise RecipeError(f"recipe ({path}) holds a {type(content).__name__}; write `key: value` lines")
-    values = dict(flatten(content or {}))
+    values = {key: value for key, value in flatten(content or {}) if value is not None or "." in key}
+    texts = {key for key, entry in leaves(Recipe) if entry.type is str}
     for key, text in (overrides or {}).items():
-        values[key] = _scalar(text)
+        values[key] = text if key in texts else _scalar(text)
     return build_recipe(values, also)
 
 
@@ -90,6 +108,9 @@ def _conflicts(recipe: Recipe) -> list[str]:
          "optim.mix_steps (0) mixes all states, which cache.mode (online) does not keep; set cache.mode to offline"),
         (heads == "attention" and recipe.heads.num_layers > 1,
          f"heads.num_layers ({recipe.heads.num_layers}) is not for attention heads, which are one layer; set it to 1"),
+        *((heads not in kinds and getattr(recipe.heads, key) != getattr(HeadsRecipe, key),
+           f"heads.{key} is for {' and '.join(kinds)} heads, and heads.architecture is {heads}; leave it out")
+          for key, kinds in LIMITED.items()),
         (heads in REMEMBERING and not mix,
          f"optim.mix_steps (0) lets {heads} heads read all documents in every step; set it to 4 or so"),
         (joint and stage == 3, "engine.zero_stage (3) cannot split adapters; set it to 0, 1 or 2, or lora.rank to 0"),

@@ -147,6 +147,8 @@ class Trainer:
         if writer:
             self.directory.start(self.recipe, self.step)
         stop.hold()
+        if self.best.exhausted(self.step):  # it was killed after its last checkpoint
+            self.total = self.step
         with closing(Progress(self.step, self.total, writer)) as progress:
             while self.step < self.total:
                 figures = self.train_step()

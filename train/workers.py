@@ -52,6 +52,9 @@ class Workers:
         Args:
             device: "auto", "cpu" or "cuda".
             stop: signals that this process takes.
+
+        Raises:
+            ValueError: there is no GPU for this process.
         """
         if "TORCHELASTIC_RUN_ID" in os.environ:
             die_with_parent()
@@ -59,6 +62,11 @@ class Workers:
             os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
         cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
         here = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+        if cuda and int(os.environ["LOCAL_RANK"]) >= torch.cuda.device_count():
+            raise ValueError(
+                f"engine.device ({device}): process {os.environ['LOCAL_RANK']} of this machine has no GPU, there are"
+                f" {torch.cuda.device_count()}; start fewer processes (NPROC), or set it to cpu"
+            )
         if cuda:
             torch.cuda.set_device(here)
         if not dist.is_initialized():

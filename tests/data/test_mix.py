@@ -157,6 +157,8 @@ def test_the_command_writes_both_sides_and_a_report(mixture, tmp_path, caplog):
     questions = tmp_path / "question.jsonl"
     questions.write_text(json.dumps({"question_id": 1, "category": "x", "turns": ["Who wrote it?"]}))
     assert list(evaluation_texts(questions)) == ["Who wrote it?"]
+    (tmp_path / "other.jsonl").write_text('{"prompt": "Why?"}\n{"instruction": "Add.", "output": "x"}\n')
+    assert list(evaluation_texts(tmp_path / "other.jsonl")) == ["Why?", "Add."]
     out = tmp_path / "out"
     command = ["mix", str(path), "--sources", str(tmp_path), "--out", str(out), "--without", str(questions)]
     assert main(command) == 0

@@ -43,18 +43,17 @@ def test_what_is_no_prompt_is_refused(chat):
     bare = Prompt(ids=tuple(chat.base.tokenizer("user", add_special_tokens=False).input_ids))
     answers = dict(OwnPrompts(chat, Writer(chat, *texts)).answer([(n, bare) for n in range(len(texts))]))
     refused = {number: str(answer) for number, answer in answers.items() if isinstance(answer, UnansweredError)}
-    assert sorted(refused) == [1, 2, 3, 4]
+    assert sorted(refused) == [1, 3, 4]
     assert refused[1] == "the base did not finish it ('what is it')"
-    assert "a duplicate ('what is it')" in refused[2]
 
 
 def test_the_file_holds_the_users_words_the_given_ones_included(chat, tmp_path):
     begun = chat.base.tokenizer("user how many", add_special_tokens=False).input_ids
-    own = OwnPrompts(chat, Writer(chat, " are there.", " cut"))
+    own = OwnPrompts(chat, Writer(chat, " are there.", " cut", " are there."))
     out = tmp_path / "prompts.jsonl"
-    report = regenerate([Prompt(ids=tuple(begun))] * 2, own, out, {}, own.record)
+    report = regenerate([Prompt(ids=tuple(begun))] * 3, own, out, {}, own.record, distinct=True)
     assert lines(out) == [{"messages": [{"role": "user", "content": "how many are there"}]}]
-    assert (report.answered, report.failed) == (1, 1)
+    assert (report.answered, report.failed) == (2, 1)
 
 
 @pytest.mark.parametrize("template", ["nobody", "{{ messages[0].content }}<end>"])

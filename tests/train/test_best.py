@@ -57,6 +57,9 @@ def test_a_resumed_run_knows_the_best_heads(recipe: Path, tmp_path: Path, interr
         assert run(recipe, tmp_path / "run", **PATIENT) == 130
     assert run(recipe, tmp_path / "run", **PATIENT) == 0
     assert metrics(tmp_path / "run")[-1]["step"] == 5
+    with interrupted_at(4):
+        assert run(recipe, tmp_path / "late", **PATIENT | {"evaluate.patience": 0}) == 130
+    assert run(recipe, tmp_path / "late", **PATIENT) == 0, "earlier evaluations kept no heads"
     assert_same_run(tmp_path / "run", tmp_path / "whole", tolerance=0.0)
 
 

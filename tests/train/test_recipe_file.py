@@ -92,7 +92,13 @@ def test_training_data_is_required() -> None:
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(b"a: [1", "is not YAML"), (b"- 1\n", "holds a list"), (b"a: \xff\n", "UTF-8"), (None, "No such file")],
+    [
+        (b"a: [1", "is not YAML"),
+        (b"- 1\n", "holds a list"),
+        (b"a: \xff\n", "UTF-8"),
+        (None, "No such file"),
+        (b"optim: {lr: 1}\noptim: {steps: 1}\n", "optim is there twice"),
+    ],
 )
 def test_an_unreadable_file_is_one_clear_error(tmp_path: Path, content: bytes | None, message: str) -> None:
     path = tmp_path / "r.yaml"
@@ -100,6 +106,17 @@ def test_an_unreadable_file_is_one_clear_error(tmp_path: Path, content: bytes | 
         path.write_bytes(content)
     with pytest.raises(RecipeError, match=message):
         read_recipe(path)
+
+
+def test_empty_sections_and_texts_that_look_like_other_types(tmp_path: Path) -> None:
+    path = _write(tmp_path / "r.yaml", "data: {train: x.jsonl}\noptim:\n")
+    recipe = read_recipe(path, {"run": "2026-11-25", "log.wandb_project": "12", "cache.mode": "offline"})
+    assert (recipe.run, recipe.log.wandb_project, recipe.cache.mode) == ("2026-11-25", "12", "offline")
+
+
+def test_keys_of_other_heads_are_refused() -> None:
+    with pytest.raises(RecipeError, match=r"heads\.window is for attention and block heads.* is medusa; leave it out"):
+        build_recipe({"data.train": "x.jsonl", "heads.window": 9})
 
 
 @pytest.mark.parametrize("arguments", [["--lr", "1"], ["--recipe.optim.lr"], ["extra"]])

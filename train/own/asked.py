@@ -132,7 +132,7 @@ def write_prompts(plan: Plan, model: MedusaModel, out: Path, tell: Callable[[flo
     made_by = {"base": model.base.name, **vars(settings)}
     record = own.record if own else partial(_text, model.base.eos_ids)
     try:
-        regenerate(begun, watched, path, made_by, record, shown=False)
+        regenerate(begun, watched, path, made_by, record, shown=False, distinct=True)
     except UnansweredError as error:
         logger.warning("%s; only prompts that are made from templates are used", error)
         path.touch()
