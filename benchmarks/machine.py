@@ -19,21 +19,6 @@ Key = tuple[Any, ...]
 """Key of a measurement: name, batch B, nodes N."""
 
 
-def choose_device(name: str) -> torch.device:
-    """The device with this name; "auto" is the GPU if there is one, otherwise the CPU.
-
-    Raises:
-        ValueError: The device does not exist here, or is unknown to torch.
-    """
-    try:
-        device = torch.device(name if name != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
-    except RuntimeError as error:
-        raise ValueError(f"device ({name}) is not known to torch; give cpu, cuda or cuda:N") from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device ({name}) is not there: torch finds no GPU; leave --device out, or give cpu")
-    return device
-
-
 def timed(action: Callable[[], object], device: torch.device) -> float:
     """Median wall-clock seconds of a call, until the device has finished."""
     calls = max(CALLS, int(SAMPLE_SECONDS / seconds(action, device)))

@@ -57,7 +57,7 @@ def draw(title: str, fields: Sequence[Field], path: str | Path, columns: int = 1
         if len(field.lines) > 1:
             axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
     figure.suptitle(title, fontsize=10, wrap=True)
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=110, format="png")
     pyplot.close(figure)
 
 

@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         status: int = import_module(f"medusa.{command.module}").main(words[1:])
     except ModuleNotFoundError as error:
-        if not command.extra or (error.name or "").startswith("medusa"):
+        if not command.extra or not error.name or error.name.startswith("medusa"):
             raise
         remedy = f"pip install 'medusa-decoding[{command.extra}]'"
         print(f"medusa {name} needs a package that is not installed ({error.name}); {remedy}", file=sys.stderr)

@@ -3,7 +3,8 @@
 import argparse
 from pathlib import Path
 
-from medusa import MedusaModel
+from medusa import MedusaModel, Speculation
+from medusa.acceptance import build_rule
 from medusa.benchmarks.accept.figures import figures, grouped
 from medusa.benchmarks.accept.measure import measure
 from medusa.benchmarks.accept.shown import conclusion, fields, tables
@@ -25,6 +26,8 @@ def accept(options: argparse.Namespace) -> None:
     if model.base.decoding == "plain":
         raise ValueError(f"base ({model.base.name}) decodes plainly and verifies no drafts; give another base")
     names = options.drafters or _usual(model)
+    for name in names:  # before the base answers, which takes long
+        model.drafters.check(Speculation(drafter=name), build_rule())
     prompts, kinds = questions(model, options.questions, options.count)
     path = Path(options.texts) if options.texts else usual_file(model)
     answers, written = known_answers(model, prompts, path, options.max_new_tokens)

@@ -157,13 +157,14 @@ def _measure(path: Path) -> None:
     import torch
 
     from medusa import MedusaModel
-    from medusa.benchmarks.machine import bandwidth_samples, best_bandwidth, choose_device
+    from medusa.base.checkpoint import usable_device
+    from medusa.benchmarks.machine import bandwidth_samples, best_bandwidth
     from medusa.benchmarks.step.shapes import random_base, random_heads, shape_config
     from medusa.clock import alternate
     from medusa.files import write_json
     from medusa.loading.self_test import fuse
 
-    device = choose_device("cuda")
+    device = usable_device("cuda")
     properties = torch.cuda.get_device_properties(device)
     _, bandwidth = best_bandwidth(alternate(bandwidth_samples(device), ROUNDS))
     card = card_of(properties.name, properties.total_memory, bandwidth)

@@ -13,14 +13,13 @@ from transformers.utils.logging import disable_progress_bar
 
 from medusa import MedusaModel, Speculation
 from medusa.base import smollm2
-from medusa.benchmarks.machine import choose_device
 from medusa.benchmarks.peers.copies import copy_draft, openvino_reads
 from medusa.benchmarks.peers.engine import BATCHING, EAGLE3_CHAIN, EAGLE3_TREE, MEDUSA, MODES, Engine, engines
 from medusa.benchmarks.report import Report, environment, publish
 from medusa.benchmarks.run.measure import figures, measure
 from medusa.benchmarks.run.methods import AUTO, LOSSY, PLAIN, Answers, Method, ended, of_transformers, ours
 from medusa.benchmarks.run.shown import fields, tables
-from medusa.benchmarks.step.shapes import given_dtype, random_base, random_model, shape_config
+from medusa.benchmarks.step.shapes import given_device, given_dtype, random_base, random_model, shape_config
 from medusa.data import resolve_base_name, shipped_heads
 from medusa.data.arguments import base_arguments
 from medusa.files import write_json
@@ -96,7 +95,11 @@ def named_model(options: argparse.Namespace, **how: Any) -> MedusaModel:
     """The model that the flags name: heads with their base, a base alone, or random weights of a shape."""
     disable_progress_bar()
     if options.shape:
-        device = choose_device(options.device)
+        for name in ("heads", "base", "draft_model", "questions"):
+            if getattr(options, name, None):
+                flag = f"--{name.replace('_', '-')}"
+                raise ValueError(f"{flag} cannot be combined with --shape, whose weights are random; leave one out")
+        device = given_device(options)
         return MedusaModel(fuse(random_base(shape_config(options.shape), given_dtype(options), device)))
     options.heads = options.heads or (None if options.base else shipped_heads("smollm2"))
     return MedusaModel.from_pretrained(options.heads, **base_arguments(options), **how)

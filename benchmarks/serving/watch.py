@@ -40,6 +40,7 @@ class Watch:
     def __init__(self, url: str) -> None:
         self._url = url.rstrip("/").removesuffix("/v1") + "/metrics"
         self.samples: list[dict[str, float]] = []
+        self._http = httpx.Client(timeout=30, trust_env=False)
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._began = 0.0
@@ -55,6 +56,7 @@ class Watch:
         self._thread.join()
         time.sleep(SETTLE)
         self._look()
+        self._http.close()
 
     def summary(self) -> list[str]:
         """A line per metric: before the load, the maximum, and when the server was idle again."""
@@ -71,7 +73,7 @@ class Watch:
 
     def _look(self) -> None:
         try:
-            text = httpx.get(self._url, timeout=30, trust_env=False).raise_for_status().text
+            text = self._http.get(self._url).raise_for_status().text
         except httpx.HTTPError:
             if not self.samples:
                 raise

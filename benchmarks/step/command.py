@@ -11,12 +11,11 @@ from transformers.utils.logging import disable_progress_bar
 from medusa import BaseModel, Batch, MedusaModel
 from medusa.base import smollm2
 from medusa.base.checkpoint import choose_dtype
-from medusa.benchmarks.machine import choose_device
 from medusa.benchmarks.picture import Field, Line
 from medusa.benchmarks.report import Report, Table, environment, machine, publish, rounding
 from medusa.benchmarks.step.attention import measure_attention
 from medusa.benchmarks.step.rig import PLAIN, Rig, Sizes
-from medusa.benchmarks.step.shapes import given_dtype, random_base, random_heads, shape_config
+from medusa.benchmarks.step.shapes import given_device, given_dtype, random_base, random_heads, shape_config
 from medusa.benchmarks.step.step import measure_steps
 from medusa.data import resolve_base_name
 from medusa.loading.self_test import choose_decoding, fuse
@@ -66,7 +65,7 @@ def step(options: argparse.Namespace) -> None:
 
 def attention(options: argparse.Namespace) -> None:
     """Measure the attention of one layer by backend."""
-    device = choose_device(options.device)
+    device = given_device(options)
     name = options.shape or resolve_base_name(options.base)
     try:
         config = shape_config(name) if options.shape else AutoConfig.from_pretrained(smollm2.locate(name))
@@ -98,7 +97,7 @@ def _with_random_heads(options: argparse.Namespace) -> MedusaModel:
         ValueError: The base does not verify trees.
     """
     disable_progress_bar()
-    device, dtype = choose_device(options.device), given_dtype(options)
+    device, dtype = given_device(options), given_dtype(options)
     if options.shape:
         config = shape_config(options.shape)
         base = random_base(config, dtype, device, options.seed, options.attention, options.int8)

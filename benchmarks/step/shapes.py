@@ -19,7 +19,7 @@ from transformers import (
 from transformers.initialization import no_init_weights
 
 from medusa import BaseModel, DraftHeads, HeadsConfig, build_heads
-from medusa.base.checkpoint import choose_dtype
+from medusa.base.checkpoint import choose_dtype, usable_device
 from medusa.base.taps import spread_layers
 from medusa.cpu.int8 import round_linears
 from medusa.cpu.native import use_kernels
@@ -52,6 +52,11 @@ SHAPES: dict[str, dict[str, Any]] = {
     "llama-8b": _llama(4096, 14_336, 32, 32, 128, tied=False),
 }
 """Values of the published configs (Llama 3.1 and 3.2, Qwen3, SmolLM2) that determine the time of a pass."""
+
+
+def given_device(options: argparse.Namespace) -> torch.device:
+    """The device that ``--device`` names; see ``usable_device``."""
+    return usable_device(None if options.device == "auto" else options.device)
 
 
 def given_dtype(options: argparse.Namespace) -> torch.dtype | None:

@@ -44,8 +44,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         expected = machine.expectations([one for one in findings if one.what in ("memory", "gpu") and _measured(one)])
         print(_outlook(expected, findings))
         if options.json:
+            options.json.parent.mkdir(parents=True, exist_ok=True)
             report = {"version": __version__, "findings": list(map(asdict, findings))}
             write_json(options.json, header("doctor") | report | {"expectations": list(map(asdict, expected))})
+    except BrokenPipeError:
+        return 1
     except OSError as error:
         print(f"--json ({options.json}): {error}; name a file that can be written", file=sys.stderr)
         return 1

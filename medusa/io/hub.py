@@ -23,8 +23,8 @@ CARD_MARK = "<!-- Written by medusa export. The next push writes it again, unles
 READ = ("*.json", "*.safetensors", "*.pt", "pytorch_model.bin", "custom_generate/*")
 """Files of heads in any format; a repository may also hold a base, whose files are not needed here."""
 WRITTEN = (
-    "heads.safetensors", "medusa_lm_head.*", "model.safetensors", "lm_head.safetensors", "provenance.json",
-    "calibration.json", "adapter/*", "custom_generate/*",
+    "heads.safetensors", "medusa_lm_head.*", "model.safetensors", "pytorch_model.bin", "lm_head.safetensors",
+    "provenance.json", "calibration.json", "adapter/*", "custom_generate/*",
 )  # fmt: skip
 """Files that pushes of any format write; a push deletes those that the new heads do not have."""
 

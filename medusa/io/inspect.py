@@ -15,7 +15,7 @@ from medusa.formats.tensor_files import read_tensors
 from medusa.heads import HeadsConfig
 
 ADAPTER_CONFIG = "adapter_config.json"
-WEIGHTS = ("*.safetensors", "*.pt")
+WEIGHTS = ("*.safetensors", "*.pt", "pytorch_model.bin")
 
 
 def inspect_heads(directory: Path) -> dict[str, Any]:

@@ -154,6 +154,9 @@ def test_wrong_use_ends_with_status_2(words):
     [
         (["step", "--shape", "llama-9b"], "shape (llama-9b) is not known; choose one of: qwen3-0.6b"),
         (["step", "--device", "tpu9"], "device (tpu9) is not known"),
+        (["attention", "--shape", "llama-1b", "--device", "meta"], "device (meta) cannot compute"),
+        (["run", "--shape", "llama-1b", "--heads", "x"], "--heads cannot be combined with --shape"),
+        (["accept", "--base", "embedded", "--drafters", "draft-model"], "drafter ('draft-model') needs a draft model"),
         (["tune", "--base", "embedded", "--nodes", "1"], "leave no guess to try"),
         (["step", "--base", "./no/such"], "base directory (./no/such) does not exist"),
         (["run", "--heads", "./no/such"], "heads directory (./no/such) does not exist"),
@@ -168,5 +171,5 @@ def test_ctrl_c(monkeypatch):
     def interrupt(name):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("medusa.benchmarks.step.command.choose_device", interrupt)
+    monkeypatch.setattr("medusa.benchmarks.step.command.given_device", interrupt)
     assert main(["step"]) == 130

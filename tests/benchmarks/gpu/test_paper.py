@@ -72,4 +72,4 @@ def test_measuring_needs_a_gpu(tmp_path, capsys):
     if torch.cuda.is_available():
         pytest.skip("there is one")
     assert main(["--measure", str(tmp_path / "x.json")]) == 1
-    assert "torch finds no GPU" in capsys.readouterr().err
+    assert "torch sees no GPU" in capsys.readouterr().err
