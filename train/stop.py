@@ -1,7 +1,7 @@
-"""Requests to end a run: schedulers send SIGTERM before they kill it, SLURM sends SIGUSR1 ahead of time.
+"""Requests to end a run: Ctrl-C; schedulers send SIGTERM before they kill it, SLURM sends SIGUSR1 ahead of time.
 
 During set-up there is nothing to save, and the run ends at once. During training a signal is only noted: the processes
-agree on it when they add up the figures of a step, and write a checkpoint first.
+agree on it when they add up the figures of a step, and write a checkpoint first. A second Ctrl-C ends the run at once.
 """
 
 import signal
@@ -12,7 +12,7 @@ from typing import TypeVar
 
 Item = TypeVar("Item")
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 class Stopped(BaseException):
@@ -44,7 +44,8 @@ class StopRequest:
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Handle the signals; until `hold` they raise `Stopped`."""
-        before = {number: signal.signal(number, self._arrived) for number in SIGNALS}
+        heard = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]  # as in the background
+        before = {number: signal.signal(number, self._arrived) for number in heard}
         try:
             yield
         finally:
@@ -72,6 +73,8 @@ class StopRequest:
             raise Stopped(self.number or signal.SIGTERM, f"at step {step}")
 
     def _arrived(self, number: int, _: FrameType | None) -> None:
+        if number == signal.SIGINT and (self.number == number or not self._held):
+            raise KeyboardInterrupt
         self.number = number
         if not self._held:
             raise Stopped(number)

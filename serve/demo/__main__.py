@@ -21,6 +21,7 @@ from typing import Any
 
 from medusa.data import EMBEDDED
 from medusa.data.arguments import at_least, exit_status, show_messages
+from medusa.data.child import handing_on
 from medusa.serve.demo.report import publish
 
 MEDUSA = (sys.executable, "-m", "medusa")
@@ -134,11 +135,14 @@ def _compare_real(count: int, rounds: int) -> dict[str, Any] | None:
 
 
 def _run(*words: str, **environment: str) -> None:
-    try:
-        subprocess.run(words, check=True, env=os.environ | environment)
-    except subprocess.CalledProcessError as error:
-        status = f"exit status {error.returncode}"
-        raise RuntimeError(f"a stage of the demo failed ({status}); its message is above") from error
+    """Run a stage to its end; where a signal ends it, it saves what there is first."""
+    child = subprocess.Popen(words, env=os.environ | environment, start_new_session=True)
+    with handing_on(child) as received:
+        status = child.wait()
+    if received:
+        raise KeyboardInterrupt
+    if status:
+        raise RuntimeError(f"a stage of the demo failed (exit status {status}); its message is above")
 
 
 def _say(text: str) -> None:

@@ -1,7 +1,10 @@
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -24,6 +27,19 @@ from medusa.serve.demo.questions import file_questions
 from medusa.serve.demo.report import publish
 from tests.conftest import CLONES_CACHE
 
+SAVING = """
+import signal, sys, time
+from pathlib import Path
+
+def save(*_):
+    time.sleep(0.6)
+    Path(sys.argv[1]).touch()
+    sys.exit(130)
+
+signal.signal(signal.SIGINT, save)
+Path(sys.argv[1] + ".ready").touch()
+time.sleep(60)
+"""
 PROMPTS = [[5, 6, 7], [40, 41], [9]]
 
 
@@ -33,6 +49,25 @@ def engine(name, tokens, order):
         return [1] * tokens, 2
 
     return run
+
+
+def test_ctrl_c_waits_for_what_a_stage_saves(tmp_path):
+    """``subprocess.run`` would kill it after a quarter of a second."""
+    place = tmp_path / "saved"
+
+    def interrupt():
+        while not place.with_name("saved.ready").exists():
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        demo._run(sys.executable, "-c", SAVING, str(place))
+    thread.join()
+    assert place.exists()
+    with pytest.raises(RuntimeError, match=r"stage of the demo failed \(exit status 3\)"):
+        demo._run(sys.executable, "-c", "raise SystemExit(3)")
 
 
 def test_engines_take_turns_and_rates_are_medians(monkeypatch):

@@ -35,12 +35,15 @@ def _arrives(number: int) -> Callable[..., None]:
 def test_a_signal_ends_a_run_with_a_checkpoint(
     finished: Path, recipe: Path, tmp_path: Path, before_step: Acting, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with before_step(6, _arrives(signal.SIGTERM)):
-        assert run(recipe, tmp_path) == 143
-    assert "stopped by SIGTERM at step 7; the same command continues" in caplog.text
-    position = RunDirectory(tmp_path).position()
-    assert position is not None
-    assert position.step == 7
+    for step, number in ((3, signal.SIGINT), (6, signal.SIGTERM)):
+        with before_step(step, _arrives(number)):
+            assert run(recipe, tmp_path) == 128 + number
+        assert f"stopped by {number.name} at step {step + 1}; the same command continues" in caplog.text
+        position = RunDirectory(tmp_path).position()
+        assert position is not None and position.step == step + 1
+    with before_step(8, lambda: [_arrives(signal.SIGINT)() for _ in range(2)]):
+        assert run(recipe, tmp_path) == 130
+    assert "stopped; the same command continues from the last checkpoint" in caplog.text, "a second one ends at once"
     assert run(recipe, tmp_path) == 0
     assert_same_run(tmp_path, finished, tolerance=1e-6)
 

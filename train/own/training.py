@@ -1,17 +1,13 @@
 """Training in a child process, `medusa train`, with its progress."""
 
-import os
-import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import yaml
 
+from medusa.data.child import handing_on
 from medusa.files import replace_file
 from medusa.train.config import Recipe
 from medusa.train.own.answers import HELDOUT, TRAIN
@@ -27,8 +23,6 @@ LOOK_SECONDS = 1.0
 """Seconds between two readings of the run's figures."""
 LAST_WORDS = 6
 """Number of log lines that an error repeats."""
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-"""Signals that are forwarded to the child."""
 
 
 def write_recipe(plan: Plan, out: Path) -> Path:
@@ -83,7 +77,7 @@ def train(plan: Plan, recipe: Path, out: Path, tell: Tell) -> None:
             start_new_session=True,  # so that Ctrl-C reaches it once, from here
             preexec_fn=die_with_parent,  # noqa: PLW1509 - one system call takes no lock
         )  # fmt: skip
-    with _handing_on(child) as received:
+    with handing_on(child) as received:
         while True:
             try:
                 status = child.wait(LOOK_SECONDS)
@@ -95,24 +89,6 @@ def train(plan: Plan, recipe: Path, out: Path, tell: Tell) -> None:
     if status:
         last = (out / LOG).read_text(encoding="utf-8", errors="replace").strip().splitlines()[-LAST_WORDS:]
         raise RuntimeError(f"training failed (exit status {status}); {out / LOG} says:\n" + "\n".join(last))
-
-
-@contextmanager
-def _handing_on(child: subprocess.Popen[bytes]) -> Iterator[list[int]]:
-    """Forward signals to a child, and note them."""
-    received: list[int] = []
-
-    def arrived(number: int, _: FrameType | None) -> None:
-        received.append(number)
-        if child.poll() is None:
-            os.kill(child.pid, number)
-
-    before = {number: signal.signal(number, arrived) for number in SIGNALS}
-    try:
-        yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _progress(plan: Plan, out: Path) -> tuple[float, str]:
