@@ -4,6 +4,7 @@ import ast
 import subprocess
 import sys
 import tomllib
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -21,13 +22,16 @@ LINKED = ("data", "train", "serve", "benchmarks")
 OPTIONAL = {"flash_attn", "gguf", "peft", "triton"}
 
 
-def imported(source: Path):
+@cache
+def imported(source: Path) -> list[str]:
     """What a file imports anywhere, inside functions and for type checkers too: modules, with the names out of them."""
+    found = []
     for node in ast.walk(ast.parse(source.read_text())):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and not node.level:
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            found += [f"{node.module}.{alias.name}" for alias in node.names]
+    return found
 
 
 def test_ground_floor_needs_torch_and_transformers_only():

@@ -5,7 +5,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-SUFFIX = ".gguf"
+from medusa.base.names import GGUF
+
 PREFERRED = "Q4_K_M"
 """The type that is chosen in a repository if the name gives none, as in llama.cpp."""
 HUB_NAME = re.compile(r"([\w.-]+/[\w.-]+)(?::([\w.-]+))?")
@@ -35,10 +36,10 @@ def find(name: str, download: bool = True) -> Path | None:
     if path.is_dir():
         if any(next(path.glob(pattern), None) for pattern in WEIGHTS):
             return None
-        models = _models(str(file.relative_to(path)) for file in path.glob(f"*{SUFFIX}"))
+        models = _models(str(file.relative_to(path)) for file in path.glob(f"*{GGUF}"))
         return _whole(path / _only(models, f"base directory ({name})", "give the path of one")) if models else None
     if path.is_file():
-        return _whole(path) if path.suffix == SUFFIX else None
+        return _whole(path) if path.suffix == GGUF else None
     match = HUB_NAME.fullmatch(name)
     if not match or not (match[2] or "gguf" in name.lower()):
         return None
@@ -47,7 +48,7 @@ def find(name: str, download: bool = True) -> Path | None:
 
 def _models(names: Iterable[str]) -> list[str]:
     """The files that are models; the first part of each split model."""
-    models = [name for name in names if name.endswith(SUFFIX) and not any(word in name.lower() for word in OTHERS)]
+    models = [name for name in names if name.endswith(GGUF) and not any(word in name.lower() for word in OTHERS)]
     return sorted(name for name in models if (part := PART.search(Path(name).stem)) is None or part[1] == "00001")
 
 

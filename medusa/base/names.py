@@ -4,12 +4,12 @@ import difflib
 from collections.abc import Iterable
 from pathlib import Path
 
-from medusa.base.gguf_names import SUFFIX
-
 SMOLLM2, HUB_ID = "smollm2", "HuggingFaceTB/SmolLM2-135M-Instruct"
 """A small real chat model, and its name on the Hub."""
 EMBEDDED = "embedded"
 """A small base that the repository holds; wheels leave out its 20 megabytes."""
+GGUF = ".gguf"
+"""End of the names of GGUF files."""
 SHIPPED = (Path(__file__).parents[1] / "data").resolve()
 """The data folder: of the repository, through a link in the package, or of the installed package."""
 
@@ -73,7 +73,7 @@ def resolve_base(name: str, heads_directory: str | Path | None = None) -> str:
 
 def is_at(place: Path) -> bool:
     """Whether a base can be here: a directory, or a GGUF file."""
-    return place.is_dir() or (place.suffix == SUFFIX and place.is_file())
+    return place.is_dir() or (place.suffix == GGUF and place.is_file())
 
 
 def is_path(name: str) -> bool:

@@ -9,8 +9,7 @@ from typing import Any
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, hf_hub_download, snapshot_download
 
-from medusa.base.gguf_names import SUFFIX
-from medusa.base.names import is_path, near
+from medusa.base.names import GGUF, is_path, near
 from medusa.base.on_hub import HUB_NAME, at_hand, is_hub_id, one_sentence
 from medusa.files import peek_object
 from medusa.formats.base import CONFIG
@@ -61,9 +60,9 @@ def is_model(name: str | Path, revision: str | None = None) -> bool:
     path, text = Path(name), str(name)
     if path.is_dir():
         config = peek_object(path / CONFIG) or {}
-        return any(path.glob(f"*{SUFFIX}")) or ("model_type" in config and not _is_of_heads(config))
-    if path.suffix == SUFFIX or isinstance(name, Path) or is_path(text):
-        return path.suffix == SUFFIX
+        return any(path.glob(f"*{GGUF}")) or ("model_type" in config and not _is_of_heads(config))
+    if path.suffix == GGUF or isinstance(name, Path) or is_path(text):
+        return path.suffix == GGUF
     if not is_repository(text) or "gguf" in text.lower():  # heads on the Hub have an owner
         return True
     if (found := at_hand(text, "model", revision)) != text:

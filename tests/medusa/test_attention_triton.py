@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 
 import pytest
 import torch
@@ -35,6 +36,7 @@ from medusa.cpu.losses import KINDS  # noqa: E402
 from medusa.gpu.kernels import add_norm_kernel, gate_kernel, move_kernel, turn_kernel  # noqa: E402
 from medusa.gpu.loss_kernel import loss_kernel  # noqa: E402
 from medusa.gpu.losses import COLUMNS  # noqa: E402
+from tests.conftest import CLONES_CACHE  # noqa: E402
 from tests.medusa.attention_cases import Case, make  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
@@ -93,15 +95,17 @@ def cross_compile(kernel, types: dict[str, str], constants: dict[str, object], c
 def local_bytes(cubin: bytes) -> int:
     """Bytes of stack and local memory per thread, which is where registers spill to."""
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    path = Path(os.environ["TRITON_CACHE_DIR"]) / "kernel.cubin"
-    path.write_bytes(cubin)
-    usage = subprocess.run([tool, "-res-usage", path], capture_output=True, text=True, check=True).stdout
+    with NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
     return sum(int(re.search(rf"{name}:(\d+)", usage)[1]) for name in ("STACK", "LOCAL"))
 
 
 @pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+def own_cache(monkeypatch):
+    """Of the clone: kernels that did not change are compiled once."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(CLONES_CACHE / "triton"))
 
 
 def compile_split(dtype: str, dim: int, rows: int, everything: bool, card: int):

@@ -15,8 +15,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from medusa import BaseModel, Tree
 from medusa.attention import BACKENDS
 from medusa.attention.backends import build
+from medusa.budget.shape import read_shape
 from medusa.cache import commit
 from medusa.loading.self_test import choose_decoding, fuse
+from medusa.serve.engine import position_bytes
 from medusa.tree import Draft, ancestor_mask
 from tests.medusa.passes import prefill
 
@@ -167,7 +169,9 @@ def test_tree_logits_are_those_of_the_path_as_text(family, backend, handed_over)
         explicit_mask=family in EXPLICIT_MASK,
     )  # fmt: skip
     if backend == "exact":  # the test at load asks no other backend anything else
-        assert choose_decoding(base).traits == right.traits
+        chosen = choose_decoding(base)
+        assert chosen.traits == right.traits
+        assert position_bytes(chosen) == read_shape(base.model.config, base.dtype).cached_bytes, "as planned"
         assert fuse(right).fused == (family in FUSED)
         rounds = 2
     base = right

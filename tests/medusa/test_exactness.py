@@ -54,7 +54,9 @@ def with_random_heads(base):
     return MedusaModel(base, heads)
 
 
-@pytest.fixture(scope="module", params=DTYPES)
+@pytest.fixture(
+    scope="module", params=[DTYPES[0], pytest.param(torch.float16, id="float16", marks=pytest.mark.slow), DTYPES[2]]
+)
 def base(request):
     return load(resolve_base_name("embedded"), request.param)
 
@@ -68,9 +70,8 @@ def test_rows_are_equal_in_passes_of_any_size(base):
     assert exactness.find_out(base).exact, "the log says what differs"
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_the_comparison_fails_where_sums_depend_on_places(dtype):
-    old = load(resolve_base_name("embedded"), dtype, "reference")
+def test_the_comparison_fails_where_sums_depend_on_places():
+    old = load(resolve_base_name("embedded"), HALF, "reference")
     assert exactness._difference(old) is not None
     assert exactness.find_out(old).exact is False
 
@@ -79,7 +80,7 @@ def test_an_output_layer_whose_rows_depend_on_their_number_is_found(monkeypatch)
     """Hidden states are the same, and one logit of one row of such passes is off."""
     base = load(resolve_base_name("embedded"), HALF)
     exact = base.logits
-    for rows in (1, 5, 7, 33):
+    for rows in (1, 33):
 
         def logits(hidden, rows=rows):
             found = exact(hidden).clone()

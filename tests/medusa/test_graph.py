@@ -144,7 +144,7 @@ def test_heads_that_remember_draft_what_they_draft_eagerly(base, make_heads, mon
     heads = make_heads(4, architecture=architecture, feature_layers=(1,), own_lm_heads=True, layer=layer)
     model, eager = graphed(base, heads), MedusaModel(base, heads)
     drafter, heat = DRAFTERS[name](model.heads, model.base), 1.0 if "sampled" in name else 0.0
-    params = [SamplingParams(max_new_tokens=most, temperature=heat, ignore_eos=True, seed=3) for most in (40, 9, 24)]
+    params = [SamplingParams(max_new_tokens=most, temperature=heat, ignore_eos=True, seed=3) for most in (28, 6, 14)]
     batch, wanted, requests = model.batch(), Speculation(drafter), []
     for prompt, one in zip(PROMPTS, params, strict=True):
         requests.append(batch.add(prompt, one, wanted))
@@ -221,10 +221,9 @@ def meta_state(meta):
     return state, BlockTable(torch.zeros(2, 2, dtype=torch.int64, device="meta"), BLOCK)
 
 
-@pytest.mark.parametrize("options", [{"nodes": 1}, {"nodes": 9, "temperature": 1.0, "seed": 3}])
-def test_growth_in_the_middle_of_an_answer_changes_no_token(eager, fresh, monkeypatch, options):
+def test_growth_in_the_middle_of_an_answer_changes_no_token(eager, fresh, monkeypatch):
     monkeypatch.setattr("medusa.engine.graph.SHORTEST", 16)
-    options = {"max_new_tokens": 26, "drafter": "heads", "ignore_eos": True} | options
+    options = {"max_new_tokens": 26, "drafter": "heads", "ignore_eos": True, "nodes": 9, "temperature": 1.0, "seed": 3}
     assert tokens(fresh.generate(PROMPTS, **options)) == tokens(eager.generate(PROMPTS, **options))
     grown = fresh.recorder.recorded
     assert grown > 1, "longer texts, larger buckets"

@@ -26,7 +26,7 @@ def live_tensor_bytes():
     return sum(storages.values())
 
 
-@pytest.mark.parametrize("drafter", ["hybrid", "prompt-lookup", "ngram"])
+@pytest.mark.parametrize("drafter", ["hybrid", "ngram"])
 def test_a_tree_size_tried_late_keeps_no_text(model, drafter):
     found = []
     for nodes in (8, 16):
@@ -36,7 +36,7 @@ def test_a_tree_size_tried_late_keeps_no_text(model, drafter):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("drafter", ["hybrid", "prompt-lookup", None])
+@pytest.mark.parametrize("drafter", ["hybrid", None])
 def test_live_tensors_do_not_grow_with_completions(model, drafter):
     found = []
     for number in range(12):

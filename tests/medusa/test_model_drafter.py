@@ -50,7 +50,6 @@ GREEDY, SAMPLED = {}, {"temperature": 0.8, "top_k": 20, "top_p": 0.9}
 @pytest.mark.parametrize(
     ("family", "name", "sampling"),
     [
-        ("llama", "draft-model", GREEDY), ("llama", "early-exit", SAMPLED),
         ("gpt2", "draft-model", SAMPLED), ("gpt2", "early-exit", GREEDY),
         ("opt", "draft-model", GREEDY), ("opt", "early-exit", SAMPLED),
         ("qwen3", "draft-model", SAMPLED), ("qwen3", "early-exit", GREEDY),
@@ -267,7 +266,7 @@ NAMES = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [1, 3, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (0, 2))])
 def test_rows_that_come_and_go_with_any_drafters_keep_their_texts(seed):
     chance = random.Random(seed)
     base, small = pair(FAMILIES[seed % 4])

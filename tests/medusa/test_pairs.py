@@ -63,16 +63,16 @@ def heads_for(base, architecture, **options):
 
 
 @pytest.mark.parametrize(
-    ("architecture", "options"),
+    ("pair", "architecture", "options"),
     [
-        ("medusa", {"own_lm_heads": True}),
-        ("recurrent", {"feature_layers": (1, 3)}),
-        ("markov", {"draft_vocab_size": 30}),
-        ("attention", {"feature_layers": (1, 2, 3)}),
-        ("block", {"feature_layers": (1, 2)}),
+        ("opt", "medusa", {"own_lm_heads": True}),
+        ("gpt2", "recurrent", {"feature_layers": (1, 3)}),
+        ("opt", "markov", {"draft_vocab_size": 30}),
+        ("opt", "attention", {"feature_layers": (1, 2, 3)}),
+        ("gpt2", "block", {"feature_layers": (1, 2)}),
     ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
+    indirect=["pair"], ids=lambda value: value if isinstance(value, str) else "",
+)  # fmt: skip
 def test_heads_and_models_draft_and_the_text_is_transformers_own(pair, texts, architecture, options):
     base, small = pair
     heads = heads_for(base, architecture, **options)
@@ -99,7 +99,7 @@ def test_draws_of_a_model_that_is_the_base_are_never_refused(pair):
     assert {output.steps for output in outputs} == {1 + (NEW - 1) // 5}
 
 
-@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("name", ["opt", pytest.param("gpt2", marks=pytest.mark.slow)])
 def test_draws_that_pass_rejection_follow_the_law_of_the_large_model(name):
     """Tokens drawn by the small model, p / q, and what is left of p where they are refused."""
     base, small = (

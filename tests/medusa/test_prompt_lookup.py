@@ -93,7 +93,8 @@ def test_trees_hold_the_likeliest_continuations(base, language):
         # Equally likely guesses may change places: as many of the same worth.
         ours, theirs = (drafted(PromptLookupDrafter(8).propose(state_of([text], base))), likeliest(text, 8))
         assert sorted(ours.values()) == pytest.approx(sorted(theirs.values()), abs=1e-5)
-        assert all(score == pytest.approx(likeliest(text, 10**6)[path], abs=1e-5) for path, score in ours.items())
+        every = likeliest(text, 10**6)
+        assert all(score == pytest.approx(every[path], abs=1e-5) for path, score in ours.items())
         guesses.append(len(ours))
     assert 0 in guesses and 7 in guesses, "both must have been seen"
 

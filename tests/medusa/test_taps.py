@@ -211,9 +211,9 @@ def test_no_text_depends_on_what_heads_read(base, make_heads, model, architectur
     reader, right, prompts = MedusaModel(base, heads), 0, [*PROMPTS, [5]]
     greedy, sampled = [{"nodes": 9, "drafter": "heads"}, {"tree": Tree.full([3, 2])}], [{"nodes": 16}]
     for options, ways in (({}, greedy), ({"temperature": 1.0, "seed": 7}, sampled)):
-        expected = model.generate(prompts, max_new_tokens=24, nodes=1, **options)
+        expected = model.generate(prompts, max_new_tokens=12, nodes=1, **options)
         for how in ways:
-            outputs = reader.generate(prompts, max_new_tokens=24, **how, **options)
+            outputs = reader.generate(prompts, max_new_tokens=12, **how, **options)
             assert [o.tokens for o in outputs] == [o.tokens for o in expected]
             right += sum(sum(o.drafted) for o in outputs)
     assert right

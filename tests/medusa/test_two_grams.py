@@ -127,10 +127,8 @@ def drafters(base, heads):
     ("name", "drafter"),
     [
         ("sampling", "best"),
-        ("sampling", "a model's draws"),
         ("speculative", "drawn"),
         ("speculative", "looked up and drawn"),
-        ("speculative", "a model's draws"),
         ("speculative", "a model's draws and looked up"),
         ("speculative", "two models' draws"),
         ("speculative", "a model's draws and the best of heads"),
@@ -150,7 +148,7 @@ def test_pairs_follow_the_law_where_heads_draft_a_part_of_the_vocabulary(base, l
 
 @pytest.mark.parametrize(
     ("biased", "drafter"),
-    [(generous, "drawn"), (forgetful, "looked up and drawn"), (generous, "a model's draws")],
+    [(generous, "drawn"), (forgetful, "looked up and drawn")],
 )
 def test_a_bias_of_the_speculative_rule_is_seen(base, heads, law, monkeypatch, biased, drafter):
     monkeypatch.setattr(rules, "rejection_chances", biased)

@@ -6,13 +6,10 @@ from pathlib import Path
 import pytest
 
 from medusa import HeadsConfig, build_heads
-from medusa.budget.shape import read_shape
 from medusa.data.arguments import memory_size
 from medusa.formats import save_heads
-from medusa.loading.self_test import choose_decoding
-from medusa.serve.engine import MEMORY, position_bytes
+from medusa.serve.engine import MEMORY
 from medusa.serve.server import main
-from tests.medusa.test_conformance import FAMILIES, tiny
 
 
 @pytest.fixture(autouse=True)
@@ -110,9 +107,3 @@ def test_a_wrong_size_is_wrong_use(text, capsys):
         main(["--dry-run", "--base", "embedded", f"--device-memory={text}"])
     assert wrong.value.code == 2
     assert f"size ({text}) must be a positive number of bytes" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_server_needs_what_is_planned_for_a_position(family):
-    base, _ = tiny(family)
-    assert position_bytes(choose_decoding(base)) == read_shape(base.model.config, base.dtype).cached_bytes

@@ -89,6 +89,7 @@ def test_steps_and_epochs_that_cannot_be_had_are_told(optim: dict, rows: int, sa
     assert [line.partition("; ")[0] for line in told] == said
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_training_tells_them(recipe: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     from medusa.train.stop import StopRequest
     from medusa.train.trainer import train

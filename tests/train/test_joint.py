@@ -106,10 +106,7 @@ def row_loss(kind: str, scores: Tensor, label: int, teacher: Tensor) -> Tensor:
     ("base_loss", "heads_loss", "drafted", "layers"),
     [
         ("kl", "ce", 0, ()),
-        ("ce", "ce", 0, ()),
-        ("kl", "kl", 0, ()),
         ("ce", "tv", 0, (1,)),
-        ("kl", "kl", 120, ()),
         ("kl", "kl", 120, (1,)),
     ],
 )

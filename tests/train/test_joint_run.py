@@ -1,7 +1,6 @@
 """Joint training (Medusa-2) as a whole run in one process, on a tiny base."""
 
 import json
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory, base: Path, samples: Path, 
 
 
 @pytest.fixture(scope="module")
-def finished(recipe: Path) -> Path:
+def finished(recipe: Path, no_pictures: None) -> Path:
     assert run(recipe, recipe.parent / "run") == 0
     return recipe.parent / "run"
 
@@ -46,7 +45,6 @@ def test_the_base_learns_after_its_rest_and_the_result_says_so(finished: Path) -
     assert steps[-1]["head_loss"][0] < steps[0]["head_loss"][0] - 0.1
     assert "heldout_top1" in steps[5]
     assert last["heldout_tokens_per_step"] >= 1.0
-    assert (finished / "training.png").is_file() == (find_spec("matplotlib") is not None)
     provenance = json.loads((finished / "heads" / "provenance.json").read_text(encoding="utf-8"))
     assert provenance["base"]["training"].startswith("changed by adapter/")
     assert json.loads((finished / "heads" / "config.json").read_text(encoding="utf-8"))["base_adapter"] == "adapter"

@@ -50,7 +50,7 @@ def leaky(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return family, directory
 
 
-@pytest.mark.parametrize("joint", [False, True], ids=["heads", "joint"])
+@pytest.mark.parametrize("joint", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["heads", "joint"])
 def test_a_run_measures_its_base(leaky, samples: Path, tmp_path: Path, joint: bool, caplog) -> None:
     family, directory = leaky
     sections = {"optim": {"steps": 3}, "lora": {"rank": 2 * joint, "heads_only": 0.0}}

@@ -20,7 +20,7 @@ def test_a_server_that_was_loaded_is_idle_again(base, make_heads, tmp_path, caps
     prompts.write_text("".join(json.dumps({"prompt": f"count to {number}"}) + "\n" for number in range(50)))
     with serving(MedusaModel(base, make_heads()), EngineSettings(max_batch=4)) as live:
         files = [str(tmp_path / name) for name in ("curves.png", "figures.json")]
-        plan = ["--levels", "2", "6", "--requests", "8", "--max-tokens", "20", "--prompts", str(prompts)]
+        plan = ["--levels", "2", "6", "--requests", "4", "--max-tokens", "10", "--prompts", str(prompts)]
         assert main(["load", f"{live.url}/v1", *plan, "--curves", files[0], "--json", files[1]]) == 0
         samples = json.loads((tmp_path / "figures.json").read_text())["watched"]
     assert set(FIGURES) <= set(samples[-1]) and (tmp_path / "curves.png").stat().st_size > 10_000
