@@ -61,7 +61,7 @@ def read_checkpoint(
     path, options = smollm2.locate(name), dict(load_options or {})
     divided = "tp_plan" in options
     spread = divided or "device_map" in options
-    if int8 and (device.type != "cpu" or spread):
+    if int8 and not divided and (device.type != "cpu" or spread):
         where = "spread over devices" if spread else f"on {device}"
         raise ValueError(f"int8 is for one CPU and the base is {where}; leave int8 out, or pass device=cpu alone")
     if divided:

@@ -233,5 +233,6 @@ def test_the_hub(monkeypatch):
 
 
 def test_a_report_that_cannot_be_written(tmp_path, capsys):
-    assert main(["--json", str(tmp_path / "no" / "such" / "place.json")]) == 1
+    (tmp_path / "file").touch()
+    assert main(["--json", str(tmp_path / "file" / "place.json")]) == 1
     assert "name a file that can be written" in capsys.readouterr().err

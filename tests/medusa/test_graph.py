@@ -154,7 +154,7 @@ def test_heads_that_remember_draft_what_they_draft_eagerly(base, make_heads, mon
         batch.step()
     for prompt, one, request in zip(PROMPTS, params, requests, strict=True):
         assert contents([request.output]) == contents([eager.generate(prompt, sampling=one, speculation=wanted)])
-    assert model.recorder.recorded > 1 and model.recorder.replays > 20
+    assert model.recorder.recorded > 1 and model.recorder.replays > 15
     prefix, prompt = Prefix(), PROMPTS[0] * 6
     options = {"drafter": drafter, "max_new_tokens": 8, "temperature": heat, "seed": 3}
     for turn in range(2):

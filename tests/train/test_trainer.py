@@ -141,7 +141,7 @@ def test_precision_auto_is_the_bases(recipe: Path, tmp_path: Path) -> None:
     """In stage 0 too, which the embedded recipe has and which partitions nothing."""
 
     def losses(base: str, precision: str) -> list[float]:
-        values = {"base.dtype": base, "engine.precision": precision, "engine.zero_stage": 0, "optim.steps": 1}
+        values = {"base.dtype": base, "engine.precision": precision, "engine.zero_stage": 0, "optim.steps": 2}
         directory = tmp_path / f"{base}-{precision}"
         assert run(recipe, directory, **values, **{"data.heldout": ""}) == 0
         return [line["loss"] for line in metrics(directory) if "loss" in line]
