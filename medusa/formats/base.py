@@ -32,13 +32,11 @@ class Format(ABC):
     Attributes:
         name: Its key in ``medusa.formats.FORMATS``.
         summary: One line: the programs that read it.
-        ships_base: Whether it includes parts of the base, so that ``Export.base`` is needed.
         architectures: Supported architectures of heads, on bases that training did not change; None = all heads.
     """
 
     name: str
     summary: str
-    ships_base: bool = False
     architectures: tuple[str, ...] | None = None
 
     @abstractmethod
@@ -64,6 +62,10 @@ class Format(ABC):
             FileNotFoundError: A file is missing.
             ValueError: A file is damaged, or the files do not match.
         """
+
+    def ships_base(self, config: HeadsConfig) -> bool:
+        """Whether heads of this shape are stored with parts of the base, so that ``Export.base`` is needed."""
+        return False
 
     def obstacle(self, config: HeadsConfig) -> str:
         """Why heads of this shape cannot be stored in this format, as a clause without remedy; "" = they can."""

@@ -31,7 +31,10 @@ class DraftFormat(Format):
     """
 
     title: ClassVar[str]
-    ships_base = True
+
+    def ships_base(self, config: HeadsConfig) -> bool:
+        """See ``Format``: its embeddings or its output layer."""
+        return True
 
     def obstacle(self, config: HeadsConfig) -> str:
         """See ``Format``: the features that the readers do not support."""

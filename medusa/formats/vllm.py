@@ -31,7 +31,10 @@ class Vllm(Foreign):
 
     name = "vllm"
     summary = 'vLLM up to 0.32: speculative_config={"method": "medusa", "model": DIR, ..}'
-    ships_base = True
+
+    def ships_base(self, config: HeadsConfig) -> bool:
+        """See ``Format``: the output layer that heads share."""
+        return not config.own_lm_heads
 
     def obstacle(self, config: HeadsConfig) -> str:
         """See ``Format``: supports Medusa heads, with a draft vocabulary if they share the output layer."""
@@ -70,8 +73,11 @@ class Universal(Tgi):
 
     name = "universal"
     summary = "vLLM 0.32, Text Generation Inference and LoRAX, one directory for all three"
-    ships_base = True
     files = Foreign.files
+
+    def ships_base(self, config: HeadsConfig) -> bool:
+        """See ``Format``: the tokenizer too."""
+        return True
 
     def matches(self, directory: Path) -> bool:
         """See ``Format``; decided by the model type and the original's keys."""

@@ -65,7 +65,7 @@ def export(
     _check_size(loaded.config)
     made = Export(
         loaded,
-        _load_base(loaded.config.base, dtype) if target.ships_base and loaded.config.base else None,
+        _load_base(loaded.config.base, dtype) if target.ships_base(loaded.config) and loaded.config.base else None,
         published(load_provenance(source)),
     )
     export_heads(made, format_name, out)

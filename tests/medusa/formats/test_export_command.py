@@ -84,6 +84,7 @@ def test_native_heads_keep_what_belongs_to_them(saved, tmp_path):
 
 def test_heads_name_the_base_that_is_given(saved, tmp_path):
     assert run("--heads", saved["shared"], "--format", "tgi", "--out", tmp_path / "out", "--base", "user/base") == 0
+    assert run("--heads", saved["own"], "--format", "vllm", "--out", tmp_path / "vllm", "--base", "user/base") == 0
     assert load_config(tmp_path / "out").base == "user/base"
     assert "base_model: user/base\n" in (tmp_path / "out" / "README.md").read_text()
 
