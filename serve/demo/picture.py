@@ -70,6 +70,7 @@ def _kinds(axes: Axes, report: dict[str, Any]) -> None:
         bars = axes.barh([y + offset for y in range(len(kinds))], values, height=0.38, color=colour, label=name)
         axes.bar_label(bars, [f"{value:.1f}" for value in values], padding=2, fontsize=8)
     axes.set_yticks(range(len(kinds)), kinds, fontsize=9)
+    axes.set_xlim(right=1.25 * axes.dataLim.xmax)  # leaves room for the legend
     axes.set_xlabel("tokens per step")
     axes.set_title("what was asked: some kinds are easier to guess", fontsize=10)
     axes.legend(loc="lower right", frameon=False)
@@ -77,11 +78,13 @@ def _kinds(axes: Axes, report: dict[str, Any]) -> None:
 
 def _accuracies(axes: Axes, report: dict[str, Any]) -> None:
     heads = range(1, len(report["head_top1"]) + 1)
-    for rank, colour in ((10, GREY), (5, ORANGE), (1, BLUE)):
+    for rank, colour, above in ((10, GREY, 6), (5, ORANGE, -14), (1, BLUE, -14)):
         values = report[f"head_top{rank}"]
         axes.plot(heads, values, marker="o", color=colour, label=f"top {rank}")
         for head, value in zip(heads, values, strict=True):
-            axes.annotate(f"{value:.2f}", (head, value), (0, 6), textcoords="offset points", ha="center", fontsize=9)
+            axes.annotate(
+                f"{value:.2f}", (head, value), (0, above), textcoords="offset points", ha="center", fontsize=9
+            )
     axes.set_xticks(list(heads), [f"head {k}\nt+{k + 1}" for k in heads])
     axes.set_ylim(0, 1.05)
     axes.set_ylabel("held-out accuracy")
