@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from medusa.base import gguf_names, smollm2
-from medusa.base.names import HUB_ID, full_name
+from medusa.base.names import HUB_ID, full_name, is_path
 from medusa.base.on_hub import kept_directory
 from medusa.data.files import sample_files
 from medusa.data.hub import means_files
@@ -29,6 +29,8 @@ def mistakes(recipe: Recipe) -> Iterator[str]:
     except (OSError, ValueError) as error:
         yield f"base.name: {error}"
     yield from _too_large(recipe, base)
+    if is_path(recipe.heads.init_from) and not Path(recipe.heads.init_from).is_dir():
+        yield f"heads.init_from ({recipe.heads.init_from}) does not exist; give a directory of heads, or a Hub id"
     if recipe.heads.init_share and not recipe.heads.init_from:
         share = recipe.heads.init_share
         yield f"heads.init_share ({share}) is of the heads of heads.init_from, which is empty; give both, or neither"

@@ -49,6 +49,8 @@ def test_a_share_of_no_heads_is_a_mistake(base: Path, samples: Path) -> None:
     values = {"base.name": str(base), "data.train": str(samples), "data.row_tokens": 64, "heads.init_share": 0.5}
     assert [line.split()[0] for line in mistakes(build_recipe(values))] == ["heads.init_share"]
     assert not list(mistakes(build_recipe(values | {"heads.init_from": "some/heads"})))
+    wrong = values | {"heads.init_from": "./no/such", "heads.architecture": "block", "heads.mask_token": 257}
+    assert [line.split(" (")[0] for line in mistakes(build_recipe(wrong))] == ["heads.mask_token", "heads.init_from"]
 
 
 def test_patience_needs_evaluations_and_a_frozen_base(base: Path, samples: Path, heldout: Path) -> None:
