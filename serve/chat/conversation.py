@@ -78,12 +78,12 @@ class GenerationOptions:
         if self.acceptance and (self.acceptance == "greedy") != (self.temperature == 0):
             raise ValueError(
                 f"acceptance ({self.acceptance}) cannot be combined with temperature {self.temperature}: greedy needs"
-                " 0, the others more; change one of them, or set acceptance to auto"
+                " 0, the others more; change one of them, or leave acceptance open (auto)"
             )
         if self.drafter == "heads-sampled" and self.temperature == 0:
             raise ValueError(
                 f"drafter ({self.drafter}) cannot be combined with temperature {self.temperature}: sampling needs more;"
-                " change one of them, or set drafter to auto"
+                " change one of them, or leave drafter open (auto)"
             )
 
     @property
