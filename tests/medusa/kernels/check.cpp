@@ -14,6 +14,7 @@
 
 template <class T> constexpr NumberType TYPE = sizeof(T) == 4 ? FLOAT32 : std::is_same_v<T, f16> ? FLOAT16 : BFLOAT16;
 
+template <class T> static float nearest(float x) { T y; narrow(x, &y); return widen(y); }
 template <class T> constexpr double PRECISE = std::is_same_v<T, f16> ? 0.001 : 0.01;  // numbers of 16 bits are rounded
 
 static std::mt19937 generator(7);
@@ -93,7 +94,7 @@ static void check_packing(Packing packing, int64_t outputs, int64_t in) {
         uint8_t* panel = &parts[p * blocks * size];
         for (int64_t b = 0; b < blocks; b++) {
             uint8_t *block = panel + b * size, *numbers = block + head + in_block * coded;
-            for (int64_t i = 0; i < FACTORS * PANEL; i++) narrow(rounded<bf16>(noise() / 20), (F*)block + i);  // products are exact
+            for (int64_t i = 0; i < FACTORS * PANEL; i++) narrow(nearest<bf16>(noise() / 20), (F*)block + i);  // products are exact
             for (int64_t i = 0; packing == SUPER_EIGHT && i < in_block * PANEL * RUN; i++) (int8_t&)numbers[i] >>= 2;  // of 6 bits
         }
         for (int64_t r = 0; r < PANEL && p * PANEL + r < outputs; r++)
