@@ -62,7 +62,8 @@ def read_recipe(path: str | Path, overrides: Mapping[str, str] | None = None, al
         raise RecipeError(f"recipe ({path}) is not YAML in UTF-8: {reason}; correct the file") from None
     if not isinstance(content or {}, dict):
         raise RecipeError(f"recipe ({path}) holds a {type(content).__name__}; write `key: value` lines")
-    values = {key: value for key, value in flatten(content or {}) if value is not None or "." in key}
+    sections = {entry.name for entry in fields(Recipe) if is_dataclass(entry.type)}
+    values = {key: value for key, value in flatten(content or {}) if value is not None or key not in sections}
     texts = {key for key, entry in leaves(Recipe) if entry.type is str}
     for key, text in (overrides or {}).items():
         values[key] = text if key in texts else _scalar(text)

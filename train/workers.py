@@ -1,10 +1,7 @@
 """The processes of a run, as torchrun starts them; a run may also be one process without torchrun."""
 
 import atexit
-import ctypes
 import os
-import signal
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -15,6 +12,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from medusa.data.child import die_with_parent
 from medusa.train.config import Recipe
 from medusa.train.recipe_file import RecipeError, flatten
 from medusa.train.stop import StopRequest
@@ -62,12 +60,12 @@ class Workers:
             os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
         cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
         here = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
-        if cuda and int(os.environ["LOCAL_RANK"]) >= torch.cuda.device_count():
-            raise ValueError(
-                f"engine.device ({device}): process {os.environ['LOCAL_RANK']} of this machine has no GPU, there are"
-                f" {torch.cuda.device_count()}; start fewer processes (NPROC), or set it to cpu"
-            )
         if cuda:
+            if here.index >= (count := torch.cuda.device_count()):
+                raise ValueError(
+                    f"engine.device ({device}): process {here.index} of this machine has no GPU, there are {count};"
+                    " start fewer processes (NPROC), or set it to cpu"
+                )
             torch.cuda.set_device(here)
         if not dist.is_initialized():
             dist.init_process_group("nccl" if cuda else "gloo", timeout=TIMEOUT, device_id=here if cuda else None)
@@ -144,10 +142,3 @@ def failures_named() -> Iterator[None]:
             "another process of the run ended or cannot be reached any more; see the log of its machine; the same "
             "command then continues from the last checkpoint"
         ) from error
-
-
-def die_with_parent() -> None:
-    """Let a SIGKILL of the parent end this process too (Linux): an orphan would keep writing to the run directory."""
-    if sys.platform == "linux":
-        set_parent_death_signal = 1  # PR_SET_PDEATHSIG in sys/prctl.h
-        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)

@@ -12,7 +12,6 @@ import json
 import os
 import platform
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -21,7 +20,7 @@ from typing import Any
 
 from medusa.data import EMBEDDED
 from medusa.data.arguments import at_least, exit_status, show_messages
-from medusa.data.child import handing_on
+from medusa.data.child import started
 from medusa.serve.demo.report import publish
 
 MEDUSA = (sys.executable, "-m", "medusa")
@@ -136,8 +135,7 @@ def _compare_real(count: int, rounds: int) -> dict[str, Any] | None:
 
 def _run(*words: str, **environment: str) -> None:
     """Run a stage to its end; where a signal ends it, it saves what there is first."""
-    child = subprocess.Popen(words, env=os.environ | environment, start_new_session=True)
-    with handing_on(child) as received:
+    with started(words, env=os.environ | environment) as (child, received):
         status = child.wait()
     if received:
         raise KeyboardInterrupt

@@ -111,6 +111,8 @@ def test_an_unreadable_file_is_one_clear_error(tmp_path: Path, content: bytes | 
 def test_empty_sections_and_texts_that_look_like_other_types(tmp_path: Path) -> None:
     path = _write(tmp_path / "r.yaml", "data: {train: x.jsonl}\noptim:\n")
     recipe = read_recipe(path, {"run": "2026-11-25", "log.wandb_project": "12", "cache.mode": "offline"})
+    with pytest.raises(RecipeError, match=r"unknown key optm \(None\); did you mean"):
+        read_recipe(_write(path, "data: {train: x.jsonl}\noptm:\n"))
     assert (recipe.run, recipe.log.wandb_project, recipe.cache.mode) == ("2026-11-25", "12", "offline")
 
 

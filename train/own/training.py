@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from medusa.data.child import handing_on
+from medusa.data.child import started
 from medusa.files import replace_file
 from medusa.train.config import Recipe
 from medusa.train.own.answers import HELDOUT, TRAIN
@@ -16,7 +16,6 @@ from medusa.train.own.screen import Tell
 from medusa.train.recipe_file import build_recipe, read_recipe
 from medusa.train.run_directory import RunDirectory
 from medusa.train.stop import Stopped
-from medusa.train.workers import die_with_parent
 
 LOG = "train.log"
 LOOK_SECONDS = 1.0
@@ -71,13 +70,10 @@ def train(plan: Plan, recipe: Path, out: Path, tell: Tell) -> None:
         RuntimeError: training failed; the message holds the last lines of its log.
     """
     words = [sys.executable, "-m", "medusa", "train", "--recipe", str(recipe)]
-    with (out / LOG).open("a", encoding="utf-8") as log:
-        child = subprocess.Popen(
-            words, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-            start_new_session=True,  # so that Ctrl-C reaches it once, from here
-            preexec_fn=die_with_parent,  # noqa: PLW1509 - one system call takes no lock
-        )  # fmt: skip
-    with handing_on(child) as received:
+    with (
+        (out / LOG).open("a", encoding="utf-8") as log,
+        started(words, stdin=subprocess.DEVNULL, stdout=log, stderr=log) as (child, received),
+    ):
         while True:
             try:
                 status = child.wait(LOOK_SECONDS)
