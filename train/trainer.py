@@ -23,7 +23,7 @@ from medusa.loading.self_test import choose_decoding
 from medusa.loading.separation import choose_separation
 from medusa.model import MedusaModel
 from medusa.train.base import load_base
-from medusa.train.best import Best
+from medusa.train.best import KEY, Best
 from medusa.train.config import Recipe
 from medusa.train.engine import Engine
 from medusa.train.evaluate import accuracy_figures, head_accuracy, served_counts, served_figures
@@ -149,13 +149,12 @@ class Trainer:
         stop.hold()
         if self.best.exhausted(self.step):  # it was killed after its last checkpoint
             self.total = self.step
+        self._make_up(trackers)
         with closing(Progress(self.step, self.total, writer)) as progress:
             while self.step < self.total:
                 figures = self.train_step()
                 progress.update(self.step, figures)
-                if self._due(self.recipe.evaluate.every_steps) and self.step < self.total and not stop.agreed:
-                    figures |= (found := self.evaluate(heads := self._trained_heads()))
-                    self.best.observe(self.step, found, heads)
+                figures |= self._evaluate_if_due()
                 if writer:
                     self._log(figures, trackers)
                 if self.best.exhausted(self.step) and self.step < self.total:
@@ -229,6 +228,23 @@ class Trainer:
             figures |= {f"heldout_{name}": values for name, values in served_figures(served).items()}
         return figures
 
+    def _evaluate_if_due(self) -> dict[str, Any]:
+        """The figures of an evaluation between two steps, whose heads may be the best ones; {} = none is due."""
+        if not self._due(self.recipe.evaluate.every_steps) or self.step >= self.total or self.workers.stop.agreed:
+            return {}
+        found = self.evaluate(heads := self._trained_heads())
+        self.best.observe(self.step, found, heads)
+        return found
+
+    def _make_up(self, trackers: Trackers) -> None:
+        """The evaluation of the step that a resumed run begins with, if the signal that ended it left it out."""
+        record = self.workers.from_first(self.directory.last_record)
+        if record.get("step") == self.step and KEY not in record and (found := self._evaluate_if_due()):
+            if self.workers.rank == 0:
+                self.directory.start(self.recipe, self.step - 1)
+                self._log(record | found, trackers)
+            self.workers.stop.raise_if_agreed(self.step)
+
     def save_checkpoint(self) -> None:
         """Write a checkpoint; it counts from the moment when `latest` names it."""
         self.method.flush()
@@ -258,7 +274,7 @@ class Trainer:
     def _log(self, figures: dict[str, Any], trackers: Trackers, last: bool = False) -> None:
         self.directory.log(figures)
         trackers.log(figures, last)
-        if last or "heldout_top1" in figures:
+        if last or KEY in figures:
             with self.directory.writing():
                 write_report(self.directory.path)
 

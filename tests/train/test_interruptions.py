@@ -70,6 +70,18 @@ def test_a_signal_during_evaluation_is_not_kept_waiting(
     assert_same_run(tmp_path, finished, tolerance=1e-6)
 
 
+def test_an_evaluation_that_a_signal_left_out_is_made_up(
+    finished: Path, recipe: Path, tmp_path: Path, before_step: Acting
+) -> None:
+    with before_step(5, _arrives(signal.SIGTERM)):
+        assert run(recipe, tmp_path) == 143
+    assert run(recipe, tmp_path) == 0
+    for ours, theirs in zip(metrics(tmp_path), metrics(finished), strict=True):
+        assert ours.get("heldout_top1") == theirs.get("heldout_top1")
+        assert ours.get("heldout_tokens_per_step") == theirs.get("heldout_tokens_per_step")
+    assert_same_run(tmp_path, finished, tolerance=1e-6)
+
+
 @pytest.mark.parametrize(("number", "status", "name"), [(15, 143, "SIGTERM"), (signal.SIGUSR1, 138, "SIGUSR1")])
 def test_a_signal_while_the_base_is_loaded_ends_at_once(
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
