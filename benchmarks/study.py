@@ -80,13 +80,13 @@ def _plan(
     for name, keys in variants.items():
         chosen = {"cache.mode": "hybrid", **common, **keys}
         states = repr(sorted((key, value) for key, value in chosen.items() if key.startswith(DECISIVE)))
-        states += str(chosen.get("heads.architecture") in REMEMBERING)
-        kept = {"cache.directory": str(options.out / f"hidden-{hashlib.sha256(states.encode()).hexdigest()[:8]}")}
-        runs[name] = [
-            {**kept, **chosen, "optim.seed": str(seed), "run": str(options.out / name / f"seed-{seed}")}
-            for seed in range(options.seeds)
-        ]
         try:
+            states += str(read_recipe(options.recipe, chosen).heads.architecture in REMEMBERING)
+            kept = {"cache.directory": str(options.out / f"hidden-{hashlib.sha256(states.encode()).hexdigest()[:8]}")}
+            runs[name] = [
+                {**kept, **chosen, "optim.seed": str(seed), "run": str(options.out / name / f"seed-{seed}")}
+                for seed in range(options.seeds)
+            ]
             for overrides in runs[name]:
                 recipe = read_recipe(options.recipe, overrides)
                 if not recipe.data.heldout or not recipe.evaluate.prompts:

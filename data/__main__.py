@@ -76,7 +76,7 @@ def _write_prompts(options: argparse.Namespace, logger: logging.Logger) -> None:
     own, begun = OwnPrompts(answerer.model, answerer), openings(answerer.model, options.count, options.seed)
     made_by = {"base": answerer.model.base.name, **vars(_settings(options))}
     report = regenerate(begun, own, options.out, made_by, own.record, distinct=True)
-    logger.info("%d prompts that the base wrote are in %s", report.answered, options.out)
+    logger.info("%d prompts that the base wrote are in %s", report.lines, options.out)
 
 
 def _is_there(out: str, logger: logging.Logger) -> bool:

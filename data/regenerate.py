@@ -26,6 +26,8 @@ class Report:
 
     answered: int
     """Number of answered prompts."""
+    lines: int
+    """Number of lines in the file."""
     failed: int
     """Number of prompts without an answer, which are left out."""
     tokens: int
@@ -77,10 +79,10 @@ def regenerate(
                     part.add(number, records(answer))
         if not part.lines:
             raise UnansweredError(f"prompts ({len(prompts)}) got no answer at all; the first one: {failures[0]}")
-        tokens = part.finish(out, distinct)
+        lines, tokens = part.finish(out, distinct)
     if failures:
         logger.warning("%d of %d prompts are left out; the first one: %s", len(failures), len(prompts), failures[0])
-    return Report(len(prompts) - len(failures), len(failures), tokens)
+    return Report(len(prompts) - len(failures), lines, len(failures), tokens)
 
 
 def _digest(prompts: Sequence[Prompt]) -> str:
@@ -119,9 +121,9 @@ class Part:
         self.lines[number] = self._end
         self._append(json.dumps({"prompt": number, "samples": records}).encode() + b"\n")
 
-    def finish(self, out: Path, distinct: bool) -> int:
-        """Write all samples to ``out``, in the prompts' order, and remove this file; returns supervised tokens."""
-        tokens, seen = 0, set[str]()
+    def finish(self, out: Path, distinct: bool) -> tuple[int, int]:
+        """Write all samples to ``out``, in the prompts' order, and remove this file; returns lines and labels."""
+        lines, tokens, seen = 0, 0, set[str]()
         temporary = out.with_name(f"{out.name}.tmp")
         with temporary.open("w", encoding="utf-8") as file:
             for number in sorted(self.lines):
@@ -131,11 +133,11 @@ class Part:
                     if distinct and line in seen:
                         continue
                     seen.add(line)
-                    tokens += sum(sample.get("loss_mask", ()))
+                    lines, tokens = lines + 1, tokens + sum(sample.get("loss_mask", ()))
                     file.write(line)
         temporary.replace(out)
         self._path.unlink()
-        return tokens
+        return lines, tokens
 
     def close(self) -> None:
         """Close the file and keep its content."""

@@ -227,7 +227,8 @@ class MedusaModel:
 
         Args:
             prompts: A string, token ids (a list or a 1-D tensor), or a list (a 2-D tensor) of these. The base's
-                tokenizer encodes text; an empty string is valid if the tokenizer adds a first token.
+                tokenizer encodes text; an empty string is valid if the tokenizer adds a first token. The text of a
+                completion goes on from a string; after token ids, as of a conversation, it is a text of its own.
             **options: The fields of ``SamplingParams`` and ``Speculation``; ``seed`` may be one per prompt. Or
                 ``sampling`` (one ``SamplingParams``, or one per prompt) and ``speculation`` (likewise) as objects.
                 ``prefix`` (a ``Prefix``) keeps the KV cache for later prompts with the same beginning; the text does
@@ -241,18 +242,18 @@ class MedusaModel:
             ValueError: A value out of its range, a prompt that is neither text nor token ids, has no token or is too
                 long, or a tree deeper than the heads.
         """
-        batch, single = encode(self.base.tokenizer, prompts)
-        requests, steps = self._start(batch, False, options)
+        batch, texts, single = encode(self.base.tokenizer, prompts)
+        requests, steps = self._start(batch, texts, False, options)
         for _ in steps:
             pass
         return requests[0].output if single else [request.output for request in requests]
 
     def stream(self, prompt: Prompt, **options: Unpack[Options]) -> Stream:
         """Complete one prompt; the result iterates over pieces of text as they become final."""
-        batch, _ = encode(self.base.tokenizer, prompt)
+        batch, texts, _ = encode(self.base.tokenizer, prompt)
         if len(batch) != 1:
             raise ValueError(f"stream takes one prompt, not {len(batch)}; call generate for a batch")
-        (request,), steps = self._start(batch, True, options)
+        (request,), steps = self._start(batch, texts, True, options)
         return Stream(steps, request.output)
 
     def batch(self, pool: BlockPool | None = None, config: EngineConfig | None = None) -> Batch:
@@ -289,12 +290,12 @@ class MedusaModel:
         return render_messages(self.base.tokenizer, messages, self.base.name)
 
     def _start(
-        self, prompts: list[list[int]], incremental: bool, options: Options
+        self, prompts: list[list[int]], texts: list[bool], incremental: bool, options: Options
     ) -> tuple[list[Request], Generator[list[list[Piece]]]]:
         prefix = options.pop("prefix", None)
         sampling, speculation = from_options(options, len(prompts))
         batch = self.batch(prefix.pool(self.base) if prefix is not None else None)
-        return start(batch, list(zip(prompts, sampling, speculation, strict=True)), incremental)
+        return start(batch, list(zip(prompts, sampling, speculation, texts, strict=True)), incremental)
 
 
 def _fitted(heads: DraftHeads, base: BaseModel) -> DraftHeads:

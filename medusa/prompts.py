@@ -11,8 +11,8 @@ Prompt = str | list[int] | Tensor
 Prompts = list[str] | list[list[int]] | Tensor
 
 
-def encode(tokenizer: PreTrainedTokenizerBase, prompts: Prompt | Prompts) -> tuple[list[list[int]], bool]:
-    """Token ids of every prompt, and whether there was one prompt rather than a batch.
+def encode(tokenizer: PreTrainedTokenizerBase, prompts: Prompt | Prompts) -> tuple[list[list[int]], list[bool], bool]:
+    """Token ids of every prompt, whether each was text, and whether there was one prompt rather than a batch.
 
     Raises:
         ValueError: The prompts are neither text nor token ids, or there is none.
@@ -26,7 +26,8 @@ def encode(tokenizer: PreTrainedTokenizerBase, prompts: Prompt | Prompts) -> tup
     batch = [values] if single else list(values)
     if not batch:
         raise ValueError("prompts (an empty list) hold nothing to complete; give at least one prompt")
-    return [_token_ids(tokenizer, prompt, number) for number, prompt in enumerate(batch, 1)], single
+    ids = [_token_ids(tokenizer, prompt, number) for number, prompt in enumerate(batch, 1)]
+    return ids, [isinstance(prompt, str) for prompt in batch], single
 
 
 def _token_ids(tokenizer: PreTrainedTokenizerBase, prompt: Any, number: int) -> list[int]:

@@ -26,6 +26,8 @@ MAX_PENALTY = 2.0
 """Largest presence and frequency penalty either way (the range of OpenAI's API)."""
 MAX_LOGPROBS = 20
 """Most alternatives per token (the range of OpenAI's API)."""
+LEAST = 2.0**-126
+"""Least temperature and top_p above 0; a float32 holds nothing smaller exactly."""
 LARGEST = 2**62
 """Limit of numbers that have no other limit; tensors hold no larger ones."""
 NO_LIMIT = ("max_steps", "nodes", "logprobs", "prompt_logprobs")
@@ -144,6 +146,9 @@ class SamplingParams:
                 check_range(name, getattr(self, name), 0, MAX_LOGPROBS)
         if self.top_p == 0:
             raise ValueError(f"top_p ({self.top_p}) must be above 0, it leaves no token; give 1 to switch it off")
+        for name in ("temperature", "top_p"):
+            if 0 < getattr(self, name) < LEAST:
+                raise ValueError(f"{name} ({getattr(self, name)}) must be at least {LEAST:.3g}; raise it")
         if not is_number(self.repetition_penalty) or not 0 < self.repetition_penalty <= LARGEST:
             raise ValueError(
                 f"repetition_penalty ({self.repetition_penalty!r}) must be a number above 0; give 1 to switch it off"

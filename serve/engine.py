@@ -180,8 +180,9 @@ class Engine:
         try:
             constraint = asked.constraint() if asked.constraint is not None else None
             request = self._batch.add(
-                asked.prompt, asked.params, asked.speculation, True, constraint, asked.client, asked.priority
-            )
+                asked.prompt, asked.params, asked.speculation, True, constraint, asked.client, asked.priority,
+                continues=asked.text is not None,
+            )  # fmt: skip
         except ValueError as error:  # its heads were removed while it waited
             self._events.append((job.ticket, error))
             del self._jobs[job.ticket]

@@ -59,12 +59,15 @@ class Grammars:
         compiled = self._compiled(lambda it: it.compile_grammar(ebnf))
         return lambda: Following(compiled)
 
-    def structure(self, structure: dict[str, Any], schemas: Sequence[dict[str, Any]]) -> Callable[[], Constraint]:
+    def structure(
+        self, structure: dict[str, Any], schemas: Sequence[dict[str, Any]], free: bool
+    ) -> Callable[[], Constraint]:
         """Text with parts in JSON, described by XGrammar's structural tags.
 
         Args:
             structure: The format.
             schemas: The schemas in it.
+            free: Whether there is other text too, which may have control characters, as tabs.
 
         Raises:
             ValueError: A schema has unsupported keywords.
@@ -74,7 +77,8 @@ class Grammars:
         for schema in schemas:
             check_schema(schema, "schema")
         compiled = self._compiled(lambda it: it.compile_structural_tag(text))
-        return lambda: Following(compiled)
+        printable = None if free else self._printable
+        return lambda: Following(compiled, printable)
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes of a token, which may be parts of characters."""
@@ -85,10 +89,13 @@ class Grammars:
     ) -> "xgrammar.CompiledGrammar":
         compiler = self._compiler
         try:
-            return compile_with(compiler)
+            compiled = compile_with(compiler)
         except RuntimeError as error:  # "[time] file.cc:line: what is wrong"
             reason = str(error).rpartition(".cc:")[2].partition(":")[2].strip() or str(error) or "it is not valid"
             raise ValueError(f"grammar cannot be used: {' '.join(reason.split())}; correct it") from error
+        if not Following(compiled).begins():
+            raise ValueError("grammar cannot be used: no text follows it; correct it")
+        return compiled
 
     @cached_property
     def _compiler(self) -> "xgrammar.GrammarCompiler":
@@ -145,6 +152,12 @@ class Following:
         if self._tokens is not None:
             allowed_NW &= self._tokens
         _mask(self._xgrammar, logits_NV, allowed_NW)
+
+    def begins(self) -> bool:
+        """Whether any token can be the first one."""
+        allowed_1W = torch.zeros(1, self._width, dtype=torch.int32)
+        self._matcher.fill_next_token_bitmask(allowed_1W)
+        return bool(allowed_1W.any())
 
     def advance(self, tokens: Sequence[int]) -> None:
         """See ``Constraint``."""

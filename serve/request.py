@@ -49,6 +49,8 @@ class Asked:
     """Lower numbers come first, whatever the client."""
     timeout: float | None = None
     """Most seconds, waiting included; None = no limit."""
+    text: str | None = None
+    """The prompt as text, if the completion goes on from it; None = the completion is a text of its own."""
 
 
 class Delta(NamedTuple):

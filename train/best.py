@@ -57,12 +57,13 @@ class Best:
                 save_heads(heads, self._directory.best)
         self._seen.append((length, step))
 
-    def exhausted(self, step: int) -> bool:
-        """Whether so many evaluations up to this step brought nothing better than the best one."""
+    @property
+    def exhausted(self) -> bool:
+        """Whether the last so many evaluations brought nothing better than the best one."""
         if not self._patience or not self._seen:
             return False
         best = max(self._seen, key=lambda seen: (seen[0], -seen[1]))[1]
-        return step - best >= self._patience * self._every
+        return self._seen[-1][1] - best >= self._patience * self._every
 
     def weights(self, figures: Mapping[str, Any]) -> dict[str, Tensor] | None:
         """Weights of the best heads, if these are better than the last ones, whose figures are given; else None."""

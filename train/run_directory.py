@@ -165,7 +165,8 @@ class RunDirectory:
                 _replace(self._latest, position.tag)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)  # files from before the disk was full
-        steps = sorted(int(path.name.removeprefix("step-")) for path in self.checkpoints.glob("step-*"))
+        names = (path.name.removeprefix("step-") for path in self.checkpoints.glob("step-*"))
+        steps = sorted(int(name) for name in names if name.isdecimal())  # a user may have copied one
         kept = [step for step in steps if step <= position.step][-keep:]  # later ones are of steps that are made again
         for step in set(steps) - set(kept):
             shutil.rmtree(self.checkpoints / f"step-{step}")

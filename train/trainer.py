@@ -147,7 +147,7 @@ class Trainer:
         if writer:
             self.directory.start(self.recipe, self.step)
         stop.hold()
-        if self.best.exhausted(self.step):  # it was killed after its last checkpoint
+        if self.best.exhausted:  # it was killed after its last checkpoint
             self.total = self.step
         self._make_up(trackers)
         with closing(Progress(self.step, self.total, writer)) as progress:
@@ -157,7 +157,7 @@ class Trainer:
                 figures |= self._evaluate_if_due()
                 if writer:
                     self._log(figures, trackers)
-                if self.best.exhausted(self.step) and self.step < self.total:
+                if self.best.exhausted and self.step < self.total:
                     LOGGER.info("held-out accuracy no longer grows: the run ends at step %d", self.step)
                     self.total = self.step
                 if self._due(self.recipe.log.checkpoint_steps) or self.step == self.total or stop.agreed:

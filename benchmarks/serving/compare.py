@@ -33,7 +33,9 @@ def read_prompts(path: str | None, count: int) -> list[str]:
     if path is None:
         return [prompt.turns[0] for prompt in chat_prompts("heldout", count)]
     prompts = []
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(Path(path).read_text(encoding="utf-8").split("\n"), start=1):
+        if not line.strip():
+            continue
         try:
             values = json.loads(line)
             prompts.append(str(values["prompt"] if "prompt" in values else values["turns"][0]))

@@ -46,7 +46,8 @@ class OutputLayer:
     def __init__(self, lm_head: nn.Module, config: PreTrainedConfig) -> None:
         self._lm_head = lm_head
         self._scale = float(getattr(config, "logit_scale", None) or 1.0)
-        self._scale /= float(getattr(config, "logits_scaling", None) or 1.0)
+        scaling = float(getattr(config, "logits_scaling", None) or 1.0)  # Granite's divides
+        self._scale *= scaling if config.model_type == "hyperclovax" else 1 / scaling
         self._cap: float | None = getattr(config, "final_logit_softcapping", None)
         self._kernel: LinearKernel | None = None
         if isinstance(lm_head, NativeLinear):

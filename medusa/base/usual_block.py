@@ -5,6 +5,7 @@ attention and the MLP too (Gemma), or only there (OLMo). A test at load checks t
 (``medusa.loading.self_test``).
 """
 
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -61,6 +62,8 @@ def check_decoder(decoder: Any) -> None:
         UnusualBlockError: They have.
     """
     _know(decoder, DECODER_PARTS, "the decoder")
+    if not isinstance(getattr(decoder.norm, "weight", None), Tensor):
+        raise UnusualBlockError(f"its norms are {type(decoder.norm).__name__}")
     for layer in decoder.layers:
         _know(layer, {"self_attn", "mlp", *filter(None, _norm_names(layer))}, "a layer")
         _know(layer.self_attn, ATTENTION_PARTS, "its attention")
@@ -161,6 +164,18 @@ def rotaries_of(decoder: Any) -> tuple[list[Rotary], list[int]]:
         for kind, layer in zip(types, decoder.layers, strict=True)
     ]
     return rotaries, of_layer
+
+
+@torch.no_grad()
+def query_scales_of(decoder: Any, positions: int) -> Tensor | None:
+    """Factors [positions] on turned queries, in the weights' dtype, as Ministral 3 has them; None = none."""
+    module = sys.modules[type(decoder.layers[0].self_attn).__module__]
+    find, rope = getattr(module, "get_llama_4_attn_scale", None), getattr(decoder.config, "rope_parameters", None) or {}
+    if find is None:
+        return None
+    places = torch.arange(positions, device=decoder.norm.weight.device)[None]
+    scales: Tensor = find(places, rope["llama_4_scaling_beta"], rope["original_max_position_embeddings"])
+    return scales.flatten().to(decoder.norm.weight.dtype)
 
 
 def _knows_positions(attention: Any) -> bool:

@@ -12,6 +12,7 @@ from medusa.base.usual_block import (
     check_decoder,
     embedding_scale,
     norms_of,
+    query_scales_of,
     rotaries_of,
     shape_of,
 )
@@ -85,11 +86,13 @@ class FusedPass:
             block.window, block.chunk, block.rotary = window or 0, chunk or 0, kinds[index]
         embeddings, scale = self._embeddings()
         self._shape["multiplier"] *= scale
-        self._keep([*embeddings.tensors, decoder.norm.weight])
+        scales = query_scales_of(decoder, context_length)
+        scales = None if scales is None else scales.float()
+        self._keep([*embeddings.tensors, decoder.norm.weight, scales])
         self._fixed = Pass(
             number_type=native.number_type(self._dtype), int8=self._int8, layers=len(layers),
             context=context_length, width=self._shape["hidden"] * (1 + len(taps)),
-            norm=decoder.norm.weight.data_ptr(),
+            norm=decoder.norm.weight.data_ptr(), query_scales=None if scales is None else scales.data_ptr(),
             embeddings=embeddings.struct, blocks=ctypes.addressof(self._blocks), **self._shape,
         )  # fmt: skip
         self._arenas = Arenas(len(layers), self._shape["kv_heads"], self._shape["dim"], self._dtype)

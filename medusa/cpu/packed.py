@@ -131,7 +131,8 @@ class Packed:
         """LOSSY: round a weight [O, I] to 8 bits, each run by its largest number; inputs are padded to whole runs."""
         runs = pad(weight.float(), (0, -weight.shape[1] % RUN)).unflatten(1, (-1, RUN))
         factors = (runs.abs().amax(-1, keepdim=True) / 127).half()
-        numbers = (runs / factors.float().clamp(min=torch.finfo(torch.half).tiny)).round().clamp(-127, 127)
+        scales = factors.float()
+        numbers = (runs / scales.where(scales > 0, 1)).round().clamp(-127, 127)
         parts = Parts(3, _panels(factors), _panels(numbers.to(torch.int8)))
         return replace(cls._of(parts, len(runs), runs.shape[1] * RUN), inputs=weight.shape[1])
 

@@ -44,7 +44,7 @@ class Pass(ctypes.Structure):
         *[(name, _POINTER) for name in ("lengths", "tokens", "parents", "skipped", "firsts")],
         ("computed", _INT), ("together", _INT),
         ("table", _POINTER), ("table_stride", _INT), ("table_rows", _INT),
-        *[(name, _POINTER) for name in ("cosines", "sines", "norm")],
+        *[(name, _POINTER) for name in ("cosines", "sines", "query_scales", "norm")],
         ("embeddings", LinearStruct),
         *[(name, _POINTER) for name in ("states", "out", "blocks", "keys", "values")],
     ]  # fmt: skip

@@ -95,6 +95,7 @@ class Batch:
         constraint: Constraint | None = None,
         client: str = "",
         priority: int = 0,
+        continues: bool = False,
     ) -> Request:
         """Let a request join; it grows with every ``step``.
 
@@ -106,6 +107,8 @@ class Batch:
             constraint: A grammar that the completion must follow; None = anything.
             client: Name of the client; the client with the fewest running requests comes first.
             priority: Lower numbers come first, whatever the client.
+            continues: The completion's text goes on from the prompt's: some tokenizers write the space in front of a
+                word only then. False = it is a text of its own, as the answer of a chat.
 
         Raises:
             ValueError: The prompt is empty, fills the context or holds a number that is not a token id; this model
@@ -115,7 +118,8 @@ class Batch:
         params, speculation = (params or SamplingParams()).seeded(), speculation or Speculation()
         rule = self.check(prompt, params, speculation)
         room = base.context_length - len(prompt)
-        completion = Completion(base.tokenizer, len(prompt), params, room, base.eos_ids, incremental)
+        before = prompt if continues else ()
+        completion = Completion(base.tokenizer, len(prompt), params, room, base.eos_ids, incremental, before)
         self._added += 1
         observers = self._drafters.observers(speculation)
         request = Request(

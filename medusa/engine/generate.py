@@ -14,8 +14,8 @@ from medusa.engine.output import Piece
 from medusa.engine.request import Request
 from medusa.sampling import SamplingParams, Speculation
 
-Asked = tuple[list[int], SamplingParams, Speculation]
-"""Token ids of a prompt, and how its completion is sampled and drafted."""
+Asked = tuple[list[int], SamplingParams, Speculation, bool]
+"""Token ids of a prompt, how its completion is sampled and drafted, and whether its text goes on from the prompt's."""
 
 
 def start(
@@ -31,7 +31,10 @@ def start(
     Raises:
         ValueError: See ``Batch.add``. In the loop: users outside this batch fill a shared KV cache.
     """
-    requests = [batch.add(*one, incremental) for one in asked]
+    requests = [
+        batch.add(prompt, sampling, speculation, incremental, continues=text)
+        for prompt, sampling, speculation, text in asked
+    ]
     return requests, _decode(batch, requests)
 
 

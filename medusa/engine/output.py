@@ -11,6 +11,9 @@ from medusa.sampling import SamplingParams
 
 FinishReason = Literal["eos", "stop", "length", "abort"]
 
+CONTEXT = 8
+"""Tokens of the prompt that decide how a text goes on from it."""
+
 
 class Piece(str):
     """A piece of streamed text.
@@ -93,6 +96,7 @@ class Completion:
         eos_ids: Tokens that end the completion.
         incremental: Decode text token by token, for streaming. Otherwise the text is decoded once, at the end, unless
             there are stop strings to find: decoding text costs about as much as a layer of a small model.
+        before: Tokens that the text goes on from.
     """
 
     def __init__(
@@ -103,6 +107,7 @@ class Completion:
         room: int,
         eos_ids: frozenset[int],
         incremental: bool = False,
+        before: SequenceOf[int] = (),
     ) -> None:
         self.output = Output(
             prompt_tokens,
@@ -117,7 +122,10 @@ class Completion:
         self._stop = tuple(params.stop)
         self._incremental = incremental or bool(self._stop)
         self._text = ""
-        self._window, self._read = 0, 0
+        self._before = list(before[-CONTEXT:])
+        if tokenizer.decode(self._before).endswith("\ufffd"):  # it ends inside a character
+            self._before = []
+        self._window, self._read = 0, len(self._before)
         self._shown = 0
         self._begin = 0.0
 
@@ -180,7 +188,7 @@ class Completion:
 
     def _decode(self, final: bool) -> None:
         """Append the text of new tokens, once it no longer ends inside a character."""
-        tokens, decode = self.output.tokens, self._tokenizer.decode
+        tokens, decode = self._before + self.output.tokens, self._tokenizer.decode
         before = decode(tokens[self._window : self._read], skip_special_tokens=True)
         after = decode(tokens[self._window :], skip_special_tokens=True)
         if len(after) > len(before) and (final or not after.endswith("\ufffd")):

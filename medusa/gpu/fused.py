@@ -23,6 +23,7 @@ from medusa.base.usual_block import (
     check_decoder,
     embedding_scale,
     norms_of,
+    query_scales_of,
     rotaries_of,
     shape_of,
 )
@@ -90,6 +91,7 @@ class FusedPass:
             raise UnusualBlockError("its weights are on several devices, or of a dtype that the kernels do not know")
         self._decoder, self._shape, self._context, self._places = decoder, shape, context_length, len(taps) + 1
         self._rotaries, kinds = rotaries_of(decoder)
+        self._query_scales = query_scales_of(decoder, context_length)
         places = {layer: place for place, layer in enumerate(taps, start=1)}
         self._layers = [
             self._read(layer, kind, places.get(index))
@@ -189,6 +191,8 @@ class FusedPass:
                 ALL=triton.next_power_of_2(heads * dim), ONCE=self._shape["rounds_once"],
                 num_warps=4 if whole else 1,
             )  # fmt: skip
+        if self._query_scales is not None:
+            query *= self._query_scales[rows[0], None, None]
         return query, keys, values
 
 

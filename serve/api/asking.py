@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 
 from medusa import SamplingParams, Speculation, Tree
 from medusa.drafters.prediction import PredictionDrafter
@@ -35,6 +36,7 @@ class Wanted:
         constraint: Makes the constraint of a completion; None = no constraint.
         predicted: Token ids of a predicted part of the completion.
         param: The field that holds the prompt.
+        texts: Text of each prompt, which its completion goes on from; None = it was token ids, or a conversation.
     """
 
     prompts: Sequence[list[int]]
@@ -45,6 +47,7 @@ class Wanted:
     constraint: Callable[[], Constraint] | None = None
     predicted: Sequence[int] = ()
     param: str = "messages"
+    texts: Sequence[str | None] = ()
 
 
 def ask(service: Service, body: Sampling, wanted: Wanted, client: str) -> list[Asked]:
@@ -67,11 +70,11 @@ def ask(service: Service, body: Sampling, wanted: Wanted, client: str) -> list[A
     seed = body.seed if body.seed is not None else random.getrandbits(31)
     bias = _bias(service, body)
     found = []
-    for prompt in wanted.prompts:
+    for prompt, text in zip_longest(wanted.prompts, wanted.texts):
         params = _params(body, wanted, _longest(wanted, len(prompt), service.context_length), bias)
         for number in range(body.n or 1):
             seeded = replace(params, seed=(seed + number) % 2**63)
-            found.append(Asked(prompt, seeded, speculation, wanted.constraint, client, priority, timeout))
+            found.append(Asked(prompt, seeded, speculation, wanted.constraint, client, priority, timeout, text))
     return found
 
 

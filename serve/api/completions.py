@@ -12,7 +12,7 @@ from medusa.serve.api.logprobs import Logprobs
 from medusa.serve.api.protocol import CompletionRequest
 from medusa.serve.api.reply import REASONS, Kind, Reply
 from medusa.serve.api.service import Service
-from medusa.serve.request import Delta
+from medusa.serve.request import Asked, Delta
 
 KIND = Kind("cmpl", "text_completion", "text_completion")
 DEFAULT_MAX_TOKENS = 16
@@ -30,7 +30,7 @@ async def complete(service: Service, body: CompletionRequest, client: str) -> Re
     constraint = await constraint_of(service, body)
     if body.logprobs is not None:
         await service.aside(service.texts.prepare)
-    prompts = await service.aside(_encode, service, body.prompt)
+    texts, prompts = await service.aside(_encode, service, body.prompt)
     told = body.logprobs if body.echo else None
     wanted = Wanted(
         prompts,
@@ -40,18 +40,21 @@ async def complete(service: Service, body: CompletionRequest, client: str) -> Re
         prompt_logprobs=told if told is not None else 0 if body.max_tokens == 0 else None,
         constraint=constraint,
         param="prompt",
+        texts=texts,
     )
     requests = ask(service, body, wanted, client)
-    choices = await service.aside(lambda: [_Text(service, body, request.prompt) for request in requests])
+    choices = await service.aside(lambda: [_Text(service, body, request) for request in requests])
     return Reply(service, body, KIND, choices, await service.start(requests))
 
 
 class _Text:
     """See ``Choice``."""
 
-    def __init__(self, service: Service, body: CompletionRequest, prompt: list[int]) -> None:
-        self._prompt, self._echo = prompt if body.echo else [], service.texts.decode(prompt) if body.echo else ""
-        self._logprobs = Logprobs(service.texts.token, body.logprobs)
+    def __init__(self, service: Service, body: CompletionRequest, asked: Asked) -> None:
+        texts, self._prompt, self._echo = service.texts, list[int](), ""
+        if body.echo:
+            self._prompt, self._echo = asked.prompt, texts.decode(asked.prompt) if asked.text is None else asked.text
+        self._logprobs = Logprobs(texts.token, body.logprobs, texts.special, self._echo)
 
     def whole(self, output: Output) -> dict[str, Any]:
         told = self._told(output.tokens, output.logprobs, output.prompt_logprobs)
@@ -85,16 +88,14 @@ def _choice(text: str, reason: str | None = None, logprobs: dict[str, Any] | Non
     return {"text": text, "logprobs": logprobs, "finish_reason": reason}
 
 
-def _encode(service: Service, prompt: Any) -> list[list[int]]:
-    """Token ids of every prompt.
+def _encode(service: Service, prompt: Any) -> tuple[list[str | None], list[list[int]]]:
+    """Text of every prompt, None if it was sent as token ids, and its token ids.
 
     Raises:
         ApiError: There is no prompt.
     """
-    if isinstance(prompt, str):
-        return [service.texts.encode(prompt)]
-    if not prompt:
+    if prompt == []:
         raise refused("prompt (an empty list) holds nothing to complete; give at least one prompt", "prompt")
-    if isinstance(prompt[0], int):
-        return [list(prompt)]
-    return [service.texts.encode(one) if isinstance(one, str) else list(one) for one in prompt]
+    prompts = [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
+    texts = [one if isinstance(one, str) else None for one in prompts]
+    return texts, [service.texts.encode(one) if isinstance(one, str) else list(one) for one in prompts]

@@ -47,13 +47,13 @@ def _compiled(grammars: Grammars, wanted: ResponseFormat | None, calls: Calls) -
         (named,) = [tool for tool in calls.tools if tool.function.name == calls.name][:1]
         return grammars.json_schema(parameters(named))
     if calls.required:
-        return grammars.structure(calls.structure(free=False), calls.schemas)
+        return grammars.structure(calls.structure(free=False), calls.schemas, free=False)
     if wanted is None:
-        return grammars.structure(calls.structure(free=True), calls.schemas)
+        return grammars.structure(calls.structure(free=True), calls.schemas, free=True)
     if calls.tools:  # the format, or a call
         form, schemas = _structure(wanted)
         either = {"type": "or", "elements": [form, calls.structure(free=False)]}
-        return grammars.structure(either, [*schemas, *calls.schemas])
+        return grammars.structure(either, [*schemas, *calls.schemas], free=wanted.type == "grammar")
     if wanted.type == "grammar" and wanted.grammar is not None:
         return grammars.grammar(wanted.grammar)
     return grammars.json_schema(_schema(wanted))

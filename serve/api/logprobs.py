@@ -1,6 +1,7 @@
 """Log-probabilities of tokens in the formats of both endpoints."""
 
-from collections.abc import Callable, Sequence
+import codecs
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from medusa.engine.output import FinishReason, TokenLogprob
@@ -15,11 +16,19 @@ class Logprobs:
     Args:
         token: Text and bytes of a token, see ``Texts.token``.
         most: Number of alternatives per token; None = no log-probabilities.
+        special: Tokens that a completion's text leaves out.
+        echo: The prompt, if the text begins with it.
     """
 
-    def __init__(self, token: Callable[[int], tuple[str, bytes]], most: int | None) -> None:
-        self._token, self._most = token, most
-        self._offset = 0
+    def __init__(
+        self,
+        token: Callable[[int], tuple[str, bytes]],
+        most: int | None,
+        special: Collection[int] = (),
+        echo: str = "",
+    ) -> None:
+        self._token, self._most, self._special, self._echo = token, most, special, echo
+        self._offset, self._decoder = 0, codecs.getincrementaldecoder("utf-8")("replace")
 
     def chat(
         self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob] | None, reason: FinishReason | None
@@ -50,8 +59,18 @@ class Logprobs:
             told["token_logprobs"].append(None if entry is None else max(entry.logprob, LEAST))
             told["top_logprobs"].append(None if entry is None else self._top(token, entry))
             told["text_offset"].append(self._offset)
-            self._offset += len(self._token(token)[0])
+            self._offset += self._width(token)
         return told
+
+    def _width(self, token: int) -> int:
+        """Characters of the returned text that end in a token."""
+        text, raw = self._token(token)
+        if token in self._special and not self._echo.startswith(text, self._offset):
+            return 0
+        width = len(self._decoder.decode(raw))
+        if self._echo and not self._offset and text.startswith(" ") and not self._echo.startswith(" "):
+            return width - 1  # SentencePiece puts a space in front of a text
+        return width
 
     def _top(self, token: int, entry: TokenLogprob) -> dict[str, float]:
         """The most likely tokens, and the written one."""

@@ -32,6 +32,7 @@ class Texts:
         self.tokenizer: Any = deepcopy(base.tokenizer)
         self._name, self._context, self._grammars = name, base.context_length, grammars
         self.token = lru_cache(maxsize=1 << 16)(self._token)
+        self.special = frozenset(self.tokenizer.all_special_ids)
 
     def encode(self, text: str, special: bool = True) -> list[int]:
         """Token ids of a text."""
@@ -49,9 +50,12 @@ class Texts:
         self._grammars.token_bytes(0)
 
     def _token(self, token: int) -> tuple[str, bytes]:
-        """The text of a token, and its bytes, which may be parts of characters."""
-        text = self.decode([token])
-        return text, self._grammars.token_bytes(token) if "\ufffd" in text else text.encode()
+        """The text of a token, and its bytes, which may be parts of characters.
+
+        Not by the tokenizer: of a token alone, SentencePiece's leave out the first space.
+        """
+        raw = self._grammars.token_bytes(token)
+        return raw.decode(errors="replace"), raw
 
     def render(
         self, messages: Sequence[Message], rendering: Rendering, tools: Sequence[dict[str, Any]] | None = None

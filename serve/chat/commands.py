@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from medusa.sampling import DRAFTERS, RULES
-from medusa.serve.chat.conversation import Conversation, GenerationOptions, load, save, tree_budget
+from medusa.serve.chat.conversation import Conversation, GenerationOptions, load, save, whole_or_auto
 from medusa.serve.chat.repl import Command, Repl
 from medusa.serve.chat.terminal import count
 
@@ -30,9 +30,9 @@ SETTINGS = {
     "top_k": Setting("0 is off", int),
     "min_p": Setting("0 is off", float),
     "repetition_penalty": Setting("1 is off", float),
-    "seed": Setting("of the sampling noise", int),
+    "seed": Setting("of the sampling noise, or auto", whole_or_auto),
     "max_new_tokens": Setting("longest answer, in tokens", int),
-    "nodes": Setting("tree budget per step, or auto; 1 is plain decoding", tree_budget),
+    "nodes": Setting("tree budget per step, or auto; 1 is plain decoding", whole_or_auto),
     "drafter": Setting("what drafts; /set drafter lists the names", _choice, DRAFTERS),
     "acceptance": Setting("how guesses are judged; typical is LOSSY", _choice, RULES),
 }

@@ -15,8 +15,8 @@ Message = dict[str, str]
 """One entry of a prompt: ``role`` (system, user or assistant) and ``content``."""
 
 
-def tree_budget(text: str) -> int | None:
-    """Parse a user's value of ``nodes``; raises ValueError unless it is a whole number or ``auto``."""
+def whole_or_auto(text: str) -> int | None:
+    """Parse a user's value; raises ValueError unless it is a whole number or ``auto``."""
     return None if text == "auto" else int(text)
 
 
@@ -59,7 +59,7 @@ class GenerationOptions:
         None,
         "tree budget, in tokens per verify pass; 1 is plain decoding (default: auto, the size with the most tokens per"
         " second, measured while it runs)",
-        tree_budget,
+        whole_or_auto,
         "N",
     )
     drafter: str | None = flag(

@@ -70,7 +70,7 @@ class RemoteModel:
             "model": self.base.name,
             "prompt": prompt,
             "stream": True,
-            "stream_options": {"include_usage": True},
+            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
             "max_tokens": min(settings.pop("max_new_tokens"), self.base.context_length - len(prompt)),
             **settings,
             **({"speculation": {"trace": True, "metrics": True, **asked}} if self.ours else {}),
@@ -121,15 +121,15 @@ class RemoteStream:
             raise OSError(f"endpoint ({self._url}) broke off; ask again once the server runs") from error
 
     def _read(self, chunk: dict[str, Any]) -> Iterator[tuple[str, bool]]:
-        """Texts of a chunk, and whether they were drafted; the last chunk has the token counts."""
+        """Texts of a chunk, and whether they were drafted; each chunk counts tokens, and the last one steps too."""
         output = self.output
         for choice in chunk["choices"]:
             if reason := choice.get("finish_reason"):
                 output.finish_reason = ENDS.get(reason, "stop")  # type: ignore[assignment]
             yield from choice.get("pieces") or ([(choice["text"], False)] if choice["text"] else [])
         if usage := chunk.get("usage"):
-            output.tokens = [0] * usage["completion_tokens"]
-            output.steps = usage["completion_tokens"]
+            grown, output.tokens = usage["completion_tokens"] - len(output.tokens), [0] * usage["completion_tokens"]
+            output.steps += min(grown, 1) if "speculation" in self._body else grown
             output.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
         if metrics := chunk.get("metrics"):
             output.steps = metrics["speculative_decoding"]["num_spec_steps"]

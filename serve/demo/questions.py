@@ -56,7 +56,9 @@ def file_questions(model: MedusaModel, path: str | Path, per_kind: int) -> tuple
     """
     prompts: list[list[int]] = []
     kinds: list[str] = []
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(Path(path).read_text(encoding="utf-8").split("\n"), start=1):
+        if not line.strip():
+            continue
         try:
             question = json.loads(line)
             kind, asked = str(question.get("category", "prompts")), _first_turn(question)

@@ -20,6 +20,7 @@ const marked = new Marked({
 // Let an element show an answer: pieces [text, depth], depth 0 = not drafted. Blocks that have not changed stay as they
 // are, with what a reader has selected in them.
 export function show(box, pieces) {
+  pieces = pieces.map(([text, depth]) => [text.replaceAll("\r", ""), depth]); // line ends as marked counts them
   const depths = pieces.flatMap(([text, depth]) => new Array(text.length).fill(depth));
   const blocks = [];
   let end = 0;

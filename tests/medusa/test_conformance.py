@@ -29,6 +29,10 @@ SHAPE = {
 }  # fmt: skip
 WINDOW = {"sliding_window": 7}
 """Shorter than the texts of the test."""
+STRETCHED = {
+    "rope_type": "default", "rope_theta": 1e4, "original_max_position_embeddings": 8, "llama_4_scaling_beta": 0.5,
+}  # fmt: skip
+"""Queries are scaled from the eighth position on."""
 EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 CHUNKS = {
     "attention_chunk_size": 5, "layer_types": ["chunked_attention", "full_attention", "chunked_attention"],
@@ -63,7 +67,7 @@ FAMILIES = {
     "granite": {"logits_scaling": 2.0},
     "llama": {},
     "llama4_text": EXPERTS | CHUNKS,
-    "ministral3": {},
+    "ministral3": {"rope_parameters": STRETCHED},
     "mistral": WINDOW,
     "mixtral": EXPERTS,
     "mpt": {"d_model": 32, "n_heads": 4, "n_layers": 3, "max_seq_len": 128},

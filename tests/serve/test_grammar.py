@@ -171,6 +171,7 @@ def test_masks_of_trees_are_those_of_their_paths(grammars, base):
         ({"type": "array", "minItems": 2, "maxItems": 1}, "minItems is greater than maxItems"),
         ({"type": "string", "pattern": "(" * 99 + "a" + ")" * 99}, "pattern has more than 2048 characters or 32"),
         ({"type": "string", "pattern": "a" * 3000}, "pattern has more than"),
+        ({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}, "no text follows it"),
         ({"enum": ["a" * 40_000]}, r"schema \(40\d+ characters\) exceeds the limit"),
         (functools.reduce(lambda inner, _: {"items": inner}, range(40), {}), "nested more than 32 times"),
     ],
@@ -180,7 +181,7 @@ def test_schemas_that_would_not_be_followed_are_refused(grammars, schema, messag
         grammars.json_schema(schema)
 
 
-@pytest.mark.parametrize("text", ["", "root ::= x", 'other ::= "a"', "root := 5"])
+@pytest.mark.parametrize("text", ["", "root ::= x", 'other ::= "a"', "root := 5", "root ::= root"])
 def test_grammars_that_cannot_be_read_are_refused(grammars, text):
     with pytest.raises(ValueError, match=r"grammar cannot be used: .*; correct it"):
         grammars.grammar(text)
@@ -194,7 +195,7 @@ def test_arguments_follow_their_schema_once_a_call_begins(base, grammars):
     def next_letters(text, free):
         """What may follow."""
         tokens = base.tokenizer(text).input_ids
-        following = grammars.structure(calls.structure(free), calls.schemas)()
+        following = grammars.structure(calls.structure(free), calls.schemas, free)()
         following.advance(tokens)
         logits = torch.zeros(1, base.vocab_size)
         following.forbid(tokens[-1:], [0], logits)
@@ -204,5 +205,6 @@ def test_arguments_follow_their_schema_once_a_call_begins(base, grammars):
     assert next_letters(f"So: {begun}", free=True) <= {"{", " ", "\n", "\r", "\t"}
     assert next_letters(begun + '{"days": ', free=True) - set(" \n\r\t") == {"1", "2"}
     assert next_letters("<", free=False) == {"t"}, "nothing else stands before a call"
+    assert "\t" not in next_letters(begun, free=False), "control characters would spoil strings of limited length"
     closed = begun + '{"days": 1}}\n</tool_call>'
     assert {"<end>", "\n"} == next_letters(closed, free=False), "another one may follow"

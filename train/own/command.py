@@ -90,6 +90,7 @@ def _checked(options: argparse.Namespace) -> tuple[Path, Asked, list[Prompt]]:
     from medusa.train.own.plan import FILE
 
     name = re.sub(r"[^\w.-]+", "-", options.base.removesuffix(".gguf")).strip("-.")
+    name = name or Path(options.base).resolve().name
     out = Path(options.out or Path("runs") / name)
     if out.exists() and not out.is_dir():
         raise ValueError(f"--out ({out}) is a file; give a directory")

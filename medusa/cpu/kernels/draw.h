@@ -23,7 +23,7 @@ template <class T> static int64_t largest(const T* row, int64_t columns) {
         while (found < columns && widen(row[found]) == widen(row[found])) found++;
     if (nothing == nothing || found == columns)
         for (found = 0; found < columns && widen(row[found]) != most;) found++;
-    return std::min(found, columns - 1);
+    return found;
 }
 
 template <class U> static inline U mixed(U x) {
@@ -151,7 +151,7 @@ class Draw {
         if (at.min_p > 0) floor = std::max(floor, std::log(at.min_p));
         while (true) {
             const int64_t best = winner(key, floor, likeliest);
-            if (at.top_p >= 1 || best == likeliest || mass(scores[best], true) < at.top_p * all) return best;
+            if (at.top_p >= 1 || best == likeliest || scores[best] == 0 || mass(scores[best], true) < at.top_p * all) return best;
             floor = std::nextafter(scores[best], 0.f);
         }
     }

@@ -72,7 +72,6 @@ class Trees {
         int64_t count = 0;
         // `width` sorted numbers; few of the row get among them.
         const auto take = [&](int64_t i) {
-            if (count == width && !(row[i] > top[width - 1])) return;
             int64_t place = count < width ? count++ : width - 1;
             for (; place > 0 && row[i] > top[place - 1]; place--) top[place] = top[place - 1], found[place] = found[place - 1];
             top[place] = row[i], found[place] = i;

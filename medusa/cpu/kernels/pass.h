@@ -34,6 +34,7 @@ struct Pass {
     int64_t computed, together;                 // see Layer
     Table table;
     const void *const *cosines, *const *sines;  // of each kind of positions, [positions, rotated]
+    const float* query_scales;      // [context] factors on turned queries, or null
     const void* norm;               // or null: the last layer's output is handed over as it is
     Linear embeddings;              // an output for each token
     const void* states;             // [rows, hidden] what the first layer reads, or null: embeddings
@@ -175,6 +176,11 @@ template <class T, class W> class Run {  // W: how its weights are met
                 at.wide_angles ? turned<float>(block, from + d, positions[r], to) : turned<T>(block, from + d, positions[r], to);
             };
             for (int64_t d = 0; d < queries; d += at.dim) turn(d, &query[r * queries + d]);
+            if (at.query_scales)
+                for_vectors(queries, [&](int64_t i, int here) {
+                    T* to = &query[r * queries + i];
+                    put(rounded(wide(to, here) * splat(at.query_scales[positions[r]]), T()), to, here);
+                });
             for (int64_t d = 0; d < keys; d += at.dim) turn(queries + d, (T*)cached_keys + place * keys + d);
             std::memcpy((T*)cached_values + place * keys, from + queries + keys, keys * sizeof(T));
         });
