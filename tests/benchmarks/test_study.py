@@ -11,7 +11,7 @@ from tests.train.jobs import write_recipe
 VARIANTS = """
 one: {heads.architecture: medusa}
 two: {heads.architecture: recurrent, optim.loss: kl}
-three: {heads.architecture: attention}
+three: {optim.lr: 1e-3}
 """
 
 
@@ -20,6 +20,7 @@ def words(tmp_path, base_directory, samples, heldout, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)  # drawing a run's curves takes longer than training here
     evaluate = {"prompts": 2, "max_new_tokens": 6}
     sections = {"data": {"heldout": str(heldout)}, "optim": {"steps": 3}, "evaluate": evaluate}
+    sections["heads"] = {"architecture": "attention", "feature_layers": 1}
     recipe = write_recipe(tmp_path / "recipe.yaml", base_directory, samples, sections)
     (tmp_path / "variants.yaml").write_text(VARIANTS)
     return ["--recipe", str(recipe), "--variants", str(tmp_path / "variants.yaml"), "--out", str(tmp_path / "out")]

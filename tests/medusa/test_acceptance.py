@@ -125,6 +125,8 @@ def test_a_nucleus_among_the_likeliest_tokens_is_that_of_the_whole_vocabulary(to
         (None, {"temperature": -1.0}, "temperature"),
         (None, {"temperature": 1.0, "top_p": 1.5}, "top_p"),
         (None, {"temperature": 1.0, "top_p": 0.0}, "leaves no token"),
+        (None, {"temperature": 1.0, "top_p": 1e-50}, r"top_p .1e-50. must be at least 1.18e-38"),
+        (None, {"temperature": 1e-50}, r"temperature .1e-50. must be at least"),
         ("typical", {"temperature": 1.0, "epsilon": 2.0}, "epsilon"),
         ("speculative", {"temperature": 0.0}, "greedy needs 0"),
         (None, {"repetition_penalty": 0.0}, "repetition_penalty .0.0. must be a number above 0"),

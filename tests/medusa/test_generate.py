@@ -13,6 +13,7 @@ from tokenizers import processors
 
 from medusa import BaseModel, HeadsConfig, MedusaModel, SamplingParams, Speculation, Tree, build_heads
 from medusa.drafters import Drafter, HeadsDrafter, PlainDrafter
+from medusa.tree import Draft
 
 PROMPTS = ["def f(x):", "a", "once upon a time"]
 
@@ -346,6 +347,17 @@ def test_any_object_may_draft(model):
     assert model.generate("abc", max_new_tokens=10, drafter=Unhashable()).tokens == expected
 
 
+def test_more_nodes_than_a_drafter_names_are_an_error(model):
+    class Long(Drafter):
+        nodes = 2
+
+        def propose(self, state, cache=None):
+            return Draft.chain(state.roots[:, None].expand(-1, 400))
+
+    with pytest.raises(ValueError, match=r"drafter \(Long\) proposes 400 nodes, and its `nodes` says 2"):
+        model.generate("abc", max_new_tokens=10, drafter=Long())
+
+
 def test_the_lowest_temperature_is_greedy(model):
     expected = model.generate("abc", max_new_tokens=20).tokens
-    assert model.generate("abc", max_new_tokens=20, temperature=1e-40, seed=0).tokens == expected
+    assert model.generate("abc", max_new_tokens=20, temperature=2.0**-126, seed=0).tokens == expected

@@ -38,6 +38,13 @@ def test_every_run_of_a_row_is_rounded_by_its_own_largest_number():
         assert torch.equal(Int8Linear.of(linear)(row), expected)
 
 
+def test_small_weights_keep_their_size():
+    torch.manual_seed(0)
+    weight = torch.randn(64, 4 * RUN) * 1e-3
+    error = Packed.rounded(weight).expand().float() - weight
+    assert error.norm() < 0.01 * weight.norm()
+
+
 @pytest.mark.parametrize("shape", [(5, 33), (37, 130), (1, 7), (130, 128)])
 def test_sums_are_those_of_whole_numbers(shape):
     """Rows and weights that are whole numbers up to 127 need no rounding."""

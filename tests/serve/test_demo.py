@@ -214,8 +214,9 @@ def test_the_whole_demo_in_small(tmp_path, monkeypatch, capsys):
 
 def test_questions_of_a_file_have_kinds(model, tmp_path):
     path = tmp_path / "question.jsonl"
-    lines = [("writing", "a"), ("coding", "b"), ("qa", "c"), ("stem", "d"), ("qa", "x" * 300)]
-    path.write_text("".join(json.dumps({"category": kind, "turns": [text, "more"]}) + "\n" for kind, text in lines))
+    lines = [("writing", "a\u2028a"), ("coding", "b"), ("qa", "c"), ("stem", "d"), ("qa", "x" * 300)]
+    records = [{"category": kind, "turns": [text, "more"]} for kind, text in lines]
+    path.write_text("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records) + "\n")
     prompts, kinds = file_questions(model, path, per_kind=2)
     assert kinds == {"mt_bench": [0, 1], "qa": [2]}
     assert prompts[2] == model.chat_prompt([{"role": "user", "content": "c"}])

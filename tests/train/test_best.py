@@ -1,5 +1,7 @@
 """Runs that end when held-out acceptance no longer grows, and write the best heads (`evaluate.patience`)."""
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +63,16 @@ def test_a_resumed_run_knows_the_best_heads(recipe: Path, tmp_path: Path, interr
         assert run(recipe, tmp_path / "late", **PATIENT | {"evaluate.patience": 0}) == 130
     assert run(recipe, tmp_path / "late", **PATIENT) == 0, "earlier evaluations kept no heads"
     assert_same_run(tmp_path / "run", tmp_path / "whole", tolerance=0.0)
+
+
+@pytest.mark.usefixtures("scripted")
+def test_an_evaluation_that_a_signal_left_out_is_no_failure(recipe: Path, tmp_path: Path, before_step: Acting) -> None:
+    values = PATIENT | {"optim.steps": 3, "evaluate.patience": 1}
+    with before_step(1, lambda: os.kill(os.getpid(), signal.SIGTERM)):
+        assert run(recipe, tmp_path, **values) == 143
+    assert run(recipe, tmp_path, **values) == 0
+    found = [record.get("heldout_top1", [None])[0] for record in metrics(tmp_path)]
+    assert found == [0.1, 0.6, None, 0.6], "after each step but the last, and at the end"
 
 
 @pytest.mark.usefixtures("scripted")

@@ -1,5 +1,6 @@
 import json
 import resource
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -42,6 +43,13 @@ def test_the_newest_checkpoint_is_named_and_older_ones_are_pruned(directory: Run
     read = directory.tensors(_position(10))
     assert read.keys() == TENSORS.keys()
     assert all(torch.equal(read[name], TENSORS[name]) for name in TENSORS)
+
+
+def test_a_copy_of_a_checkpoint_is_left_alone(directory: RunDirectory) -> None:
+    _save(directory, 5, 9)
+    shutil.copytree(directory.checkpoints / "step-9", directory.checkpoints / "step-9.bak")
+    _save(directory, 10, 11, 12)
+    assert "step-9.bak" in _checkpoints(directory)
 
 
 def test_a_checkpoint_of_a_later_step_goes_before_the_newest_one(directory: RunDirectory) -> None:
