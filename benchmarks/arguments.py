@@ -56,7 +56,7 @@ def _add_run(command: argparse.ArgumentParser) -> None:
     _add_rounds(command, rounds=3)
     text = "use random weights of a known shape and random prompts; plain decoding unless --methods says otherwise"
     add("--shape", metavar="NAME", help=text)
-    text = "drafters, with or without a rule: heads auto:typical (default: all that gain; above 0 auto:typical, LOSSY)"
+    text = "drafters, with or without a rule: heads auto:typical (default: all; when sampling also auto:typical, LOSSY)"
     add("--methods", nargs="+", metavar="NAME[:RULE]", help=text)
     text = "0 is greedy, above it tokens are sampled; one run for each (default: 0)"
     add("--temperature", type=float, nargs="+", default=[0.0], metavar="T", help=text)
@@ -112,7 +112,7 @@ def _add_int8(command: argparse.ArgumentParser) -> None:
 def _add_model(command: argparse.ArgumentParser) -> None:
     """Flags of the model and the prompts."""
     add = command.add_argument
-    add("--heads", metavar="DIR", help="trained heads (default: those of smollm2; none where --base is given)")
+    add("--heads", metavar="DIR", help="trained heads (default: those of smollm2; none for another --base)")
     add("--base", metavar="NAME", help="base (default: the one that the heads name)")
     add("--draft-model", metavar="NAME", help="a smaller model with the base's tokenizer (default: none)")
     add("--questions", metavar="FILE", help=f"{QUESTIONS} (default: held-out prompts of the repository)")

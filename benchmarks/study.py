@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from medusa.benchmarks.report import Table, environment, machine, publish
-from medusa.data.arguments import at_least
+from medusa.data.arguments import Defaults, at_least
 from medusa.formats import load_provenance
 from medusa.io.inspect import inspect_heads
 from medusa.train.__main__ import main as train
@@ -124,11 +124,11 @@ def _publish(
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="medusa study", description=f"{__doc__}\n--recipe.KEY VALUE changes the recipe of all.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False,
+        formatter_class=Defaults, allow_abbrev=False,
     )  # fmt: skip
     add = parser.add_argument
     add("--out", type=Path, default=Path("runs/study"), metavar="DIR", help="gets the runs, report.json and report.md")
-    add("--recipe", type=Path, default=RECIPE, metavar="FILE", help="what all share")
+    add("--recipe", type=Path, default=RECIPE, metavar="FILE", help="recipe that all variants start from")
     text = "variants: name -> recipe keys"
     add("--variants", type=Path, default=Path(__file__).with_name("variants.yaml"), metavar="FILE", help=text)
     add("--only", nargs="+", default=(), metavar="NAME", help="these variants alone")

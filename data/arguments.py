@@ -15,6 +15,15 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 """Dtypes of a base's weights; auto = the checkpoint's, or a faster one on this machine."""
 
 
+class Defaults(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows defaults where there are any."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        if action.required or action.default in (None, "", [], ()) or action.default is False:
+            return action.help
+        return super()._get_help_string(action)
+
+
 def add_base_flags(parser: Any) -> None:
     """Add the flags of a base in this process except ``--base``; ``base_arguments`` reads them."""
     add = parser.add_argument

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from medusa.data import default_base
-from medusa.data.arguments import add_base_flags, at_least
+from medusa.data.arguments import Defaults, add_base_flags, at_least
 from medusa.data.exchange import BATCH, EndpointSettings, Settings
 
 EMBEDDED_COUNT = 2000
@@ -26,7 +26,7 @@ def parser() -> argparse.ArgumentParser:
         ("prompts", "let a chat base write prompts itself, for regenerate --prompts FILE", _add_prompts),
         ("mix", "mix prompts of many sources, without duplicates and without questions of evaluations", _add_mix),
     ):
-        add_flags(commands.add_parser(name, help=what, formatter_class=argparse.ArgumentDefaultsHelpFormatter))
+        add_flags(commands.add_parser(name, help=what, formatter_class=Defaults))
     return top
 
 

@@ -18,6 +18,7 @@ from medusa.engine.config import EngineConfig
 from medusa.engine.generate import start
 from medusa.engine.graph import StepGraphs
 from medusa.engine.output import Output, Piece
+from medusa.engine.prefix import Prefix
 from medusa.engine.request import Request
 from medusa.formats import load_provenance, save_heads
 from medusa.heads import DraftHeads
@@ -115,12 +116,12 @@ class MedusaModel:
                 heads.
             base: The base: a directory, a GGUF file, a Hub id, "smollm2" or "embedded"; None = the one that the heads'
                 config names.
-            dtype: None = the base checkpoint's dtype.
+            dtype: None = the base checkpoint's dtype, or on a CPU another one if that is faster, which is logged.
             device: None = the GPU if there is one, otherwise the CPU.
             attention: "exact", "reference", "flash" or "triton"; "auto" = the first of triton and flash that works on
                 a GPU, exact on a CPU with the C++ kernels, otherwise the reference.
-            int8: LOSSY, for CPUs: round the base's linear layers to 8 bits, all but the output layer. Decoding is
-                about a third faster, but the text is no longer the base's.
+            int8: LOSSY, for CPUs: round the base's linear layers to 8 bits, all but an output layer that is not
+                packed. With AVX2 decoding is about twice as fast, but the text is no longer the base's.
             load_options: More arguments for loading the base, see ``BaseModel.load``: a quantised base, or one that is
                 spread over several devices. ``{"tp_plan": "auto"}`` divides it among the processes that torchrun has
                 started (tensor parallel). The call returns in the first process only; the others compute with it until
@@ -293,6 +294,8 @@ class MedusaModel:
         self, prompts: list[list[int]], texts: list[bool], incremental: bool, options: Options
     ) -> tuple[list[Request], Generator[list[list[Piece]]]]:
         prefix = options.pop("prefix", None)
+        if not isinstance(prefix, Prefix | None):
+            raise ValueError(f"prefix ({prefix!r}) is no Prefix; make one with medusa.Prefix()")
         sampling, speculation = from_options(options, len(prompts))
         batch = self.batch(prefix.pool(self.base) if prefix is not None else None)
         return start(batch, list(zip(prompts, sampling, speculation, texts, strict=True)), incremental)

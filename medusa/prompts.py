@@ -32,7 +32,10 @@ def encode(tokenizer: PreTrainedTokenizerBase, prompts: Prompt | Prompts) -> tup
 
 def _token_ids(tokenizer: PreTrainedTokenizerBase, prompt: Any, number: int) -> list[int]:
     if isinstance(prompt, str):
-        return list(tokenizer(prompt).input_ids)
+        try:
+            return list(tokenizer(prompt).input_ids)
+        except TypeError as error:  # what is no Unicode, as half of a surrogate pair
+            raise ValueError(f"prompt {number} ({prompt!r}) cannot be encoded; give Unicode text") from error
     if not isinstance(prompt, list | tuple):
         raise ValueError(
             f"prompt {number} ({prompt!r}) is neither text nor token ids; give a string or a list of numbers"
@@ -61,7 +64,8 @@ def render_messages(
     Raises:
         ValueError: It is not a conversation, or the chat template is missing, refuses it or does not support tools.
     """
-    if isinstance(messages, str | Mapping) or not messages or not all(isinstance(each, Mapping) for each in messages):
+    given: Any = messages
+    if not isinstance(given, list | tuple) or not given or not all(isinstance(each, Mapping) for each in given):
         raise ValueError(
             f'messages ({messages!r}) are no conversation; give a list as [{{"role": "user", "content": "Hello"}}]'
         )

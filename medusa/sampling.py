@@ -215,6 +215,8 @@ class Speculation:
         check_range("delta", self.delta, 0.0, math.inf)
         if isinstance(self.drafter, str):
             sources(self.drafter)
+        if not isinstance(self.heads, str | None):
+            raise ValueError(f"heads ({self.heads!r}) is no name; give one of MedusaModel.with_heads")
         if self.tree is not None and not hasattr(self.tree, "paths"):
             raise ValueError(f"tree ({self.tree!r}) is not a Tree; make one with medusa.tree.Tree or load_tree")
         if self.tree is not None and self.drafter is not None and not isinstance(self.drafter, str):
@@ -307,6 +309,6 @@ def is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def is_whole(value: object) -> bool:
+def is_whole(value: object) -> TypeGuard[int]:
     """Whether a value is a whole number and not a bool."""
     return isinstance(value, int) and not isinstance(value, bool)

@@ -30,8 +30,8 @@ class Tree:
         if len(known) != len(self.paths) or () in known:
             raise ValueError("tree paths must be different and not empty; remove the repeated or empty ones")
         for path in self.paths:
-            if min(path) < 0:
-                raise ValueError(f"tree path ({path}) has a negative rank; ranks begin at 0")
+            if not all(isinstance(rank, int) and rank >= 0 for rank in path):
+                raise ValueError(f"tree path ({path}) has a rank that is no whole number from 0 on; correct it")
             if len(path) > 1 and path[:-1] not in known:
                 raise ValueError(f"tree path ({path}) has no parent {path[:-1]} in the tree; add the parent")
         object.__setattr__(self, "paths", tuple(sorted(self.paths, key=lambda path: (len(path), path))))
@@ -39,11 +39,15 @@ class Tree:
     @classmethod
     def chain(cls, depth: int) -> "Tree":
         """The best token of each of ``depth`` heads, one below the other."""
+        if depth < 0:
+            raise ValueError(f"depth ({depth}) is negative; raise it")
         return cls(tuple((0,) * d for d in range(1, depth + 1)))
 
     @classmethod
     def full(cls, widths: Sequence[int]) -> "Tree":
         """All combinations of the ``widths[d]`` best tokens at depth d + 1."""
+        if min(widths, default=1) < 1:
+            raise ValueError(f"widths ({list(widths)}) must be at least 1 each; raise them")
         return cls(tuple(path for d in range(1, len(widths) + 1) for path in product(*map(range, widths[:d]))))
 
     @property

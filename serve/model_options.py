@@ -122,7 +122,7 @@ def describe(model: "MedusaModel", directory: str | None) -> str:
     here = f"{Path.cwd()}/"
     lines = [f"base   {base.name.removeprefix(here)} ({base.context_length:,} tokens of context)"]
     if base.source:
-        lines.append(f"       {base.source}")
+        lines.append(f"       {base.source.partition(', expanded')[0] if base.packed else base.source}")
     if heads and directory:
         lines.append(
             f"heads  {directory.removeprefix(here)} ({heads.config.num_heads} {heads.config.architecture} heads)"

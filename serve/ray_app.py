@@ -53,8 +53,8 @@ EPILOG = """\
   serve run medusa.serve.ray_app:app base=smollm2 replicas=2
 
 Ray runs on this machine alone unless RAY_ADDRESS names a cluster. There set
-RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=serve.ray_app:middleware on every node before 'ray start', so that requests
-of a replica that dies go to another one; directories of heads and bases must be on every node.
+RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=medusa.serve.ray_app:middleware on every node before 'ray start', so that
+requests of a replica that dies go to another one; directories of heads and bases must be on every node.
 
 API keys are read from the environment here, as by medusa serve. Heads cannot be loaded at run time.
 """
@@ -123,7 +123,7 @@ def build(args: argparse.Namespace) -> serve.Application:
         raise ValueError(f"target-requests ({args.target_requests}) needs a range of replicas; add max-replicas")
     if args.tensor_parallel and args.processes == 1:
         raise ValueError("tensor-parallel divides the base of a replica among its processes; give their --processes")
-    os.environ.setdefault(PROXY, "serve.ray_app:middleware")  # reaches a Ray that this process starts
+    os.environ.setdefault(PROXY, "medusa.serve.ray_app:middleware")  # reaches a Ray that this process starts
     keys = {"MEDUSA_API_KEYS": os.environ.get("MEDUSA_API_KEYS", ""), "MEDUSA_ADMIN_KEY": ""}
 
     def load() -> "FastAPI":

@@ -45,10 +45,10 @@ class ApiSettings:
     max_body: int = flag(4 << 20, "largest body of a request", at_least(1), "BYTES")
     max_n: int = flag(16, "completions of a request, prompts times n", at_least(1), "N")
     timeout: float | None = flag(
-        None, "seconds that a request may take, waiting included (default: no limit, unless it names one)", float, "S"
+        None, "seconds that a request may take, waiting included (default: none; a request can set its own)", float, "S"
     )
     spec_metrics: bool = flag(
-        False, "answers include metrics.speculative_decoding unless the request says otherwise (default: if asked for)"
+        False, "answers include metrics.speculative_decoding unless the request says otherwise (default: off)"
     )
 
 

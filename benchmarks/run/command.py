@@ -101,7 +101,7 @@ def named_model(options: argparse.Namespace, **how: Any) -> MedusaModel:
                 raise ValueError(f"{flag} cannot be combined with --shape, whose weights are random; leave one out")
         device = given_device(options)
         return MedusaModel(fuse(random_base(shape_config(options.shape), given_dtype(options), device)))
-    options.heads = options.heads or (None if options.base else shipped_heads("smollm2"))
+    options.heads = options.heads or shipped_heads(options.base or "smollm2") or None
     return MedusaModel.from_pretrained(options.heads, **base_arguments(options), **how)
 
 

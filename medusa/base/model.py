@@ -27,6 +27,7 @@ from medusa.cache import BlockPool, CachedSequence, commit, plan_pass
 from medusa.cpu import native
 from medusa.cpu.fused import FusedPass
 from medusa.cpu.packed import PackedEmbedding, PackedLinear
+from medusa.sampling import is_whole
 from medusa.tree import Draft
 
 
@@ -431,7 +432,7 @@ class BaseModel:
         """
         vocab_size = self.vocab_size
         for token in tokens:
-            if not isinstance(token, int) or not 0 <= token < vocab_size:
+            if not is_whole(token) or not 0 <= token < vocab_size:
                 raise ValueError(
                     f"{where}: token id ({token!r}) is not a number from 0 to {vocab_size - 1}; encode the text again"
                 )

@@ -158,7 +158,7 @@ def rotaries_of(decoder: Any) -> tuple[list[Rotary], list[int]]:
     rotaries = [Rotary(partial(angles, [] if name is None else [name])) for name in names]
     if len({rotary.tables(1, decoder.norm.weight)[0].shape[1] for rotary in rotaries}) > 1:
         raise UnusualBlockError("its layers turn different parts of their heads")
-    types = [None] * len(decoder.layers) if None in by_type else decoder.config.layer_types
+    types = [None] * len(decoder.layers) if None in by_type else decoder.config.layer_types[: len(decoder.layers)]
     of_layer = [
         names.index(kind) if _knows_positions(layer.self_attn) else -1
         for kind, layer in zip(types, decoder.layers, strict=True)

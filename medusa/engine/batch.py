@@ -27,7 +27,7 @@ from medusa.engine.scheduler import Scheduler
 from medusa.engine.silence import say_if_silent
 from medusa.engine.step import first_step
 from medusa.engine.steps import EagerSteps, Steps
-from medusa.sampling import SamplingParams, Speculation
+from medusa.sampling import SamplingParams, Speculation, check_whole
 from medusa.state import DecodeState
 
 PLAIN = PlainDrafter()
@@ -114,6 +114,7 @@ class Batch:
             ValueError: The prompt is empty, fills the context or holds a number that is not a token id; this model
                 cannot serve the parameters; or the tokens exceed the KV cache.
         """
+        check_whole("priority", priority)
         base, prompt = self._base, list(prompt)
         params, speculation = (params or SamplingParams()).seeded(), speculation or Speculation()
         rule = self.check(prompt, params, speculation)

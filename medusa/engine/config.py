@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from medusa.sampling import check_whole
+
 
 @dataclass(frozen=True)
 class EngineConfig:
@@ -22,5 +24,8 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if value is not None and value < 1:
+            if value is None and name == "max_requests":
+                continue
+            check_whole(name, value)
+            if value < 1:
                 raise ValueError(f"{name} ({value}) must be at least 1; raise it")

@@ -11,6 +11,7 @@ from torch import Tensor
 from medusa.acceptance import Accepted
 from medusa.base.model import BaseModel
 from medusa.engine.output import TokenLogprob
+from medusa.sampling import MAX_LOGPROBS
 
 SCORED = 64
 """Rows of logits that are in memory at a time when a prompt is scored."""
@@ -29,9 +30,16 @@ def score(base: BaseModel, hidden_CF: Tensor, tokens: Sequence[int], top: int) -
     for begin in range(0, len(tokens), SCORED):
         logprobs_CV = base.logits(hidden_CF[begin : begin + SCORED]).float().log_softmax(-1)
         tokens_C = torch.tensor(tokens[begin : begin + SCORED], device=logprobs_CV.device)
-        chosen_C, best = logprobs_CV.gather(1, tokens_C[:, None])[:, 0], logprobs_CV.topk(max(1, top))
-        told += _told(chosen_C.tolist(), best.values.tolist(), best.indices.tolist(), top)
+        chosen_C, (values, tokens_CK) = logprobs_CV.gather(1, tokens_C[:, None])[:, 0], _best(logprobs_CV)
+        told += _told(chosen_C.tolist(), values.tolist(), tokens_CK.tolist(), top)
     return told
+
+
+def _best(logprobs: Tensor) -> tuple[Tensor, Tensor]:
+    """The most likely tokens [.., K], always as many; of equally likely ones the lower id first, as in decoding."""
+    ids = logprobs.topk(min(MAX_LOGPROBS, logprobs.shape[-1])).indices.sort(-1).values
+    values, order = logprobs.gather(-1, ids).sort(dim=-1, descending=True, stable=True)
+    return values, ids.gather(-1, order)
 
 
 def _told(
@@ -60,8 +68,7 @@ class LogprobReader:
         path_bA = accepted.path[rows_b]
         after_bAV = logits_BNV[rows_b[:, None], path_bA].float().log_softmax(-1)
         chosen_bA = after_bAV.gather(2, accepted.tokens[rows_b][..., None])[..., 0]
-        top = after_bAV.topk(max(1, *self._rows.values()))
-        self._read = chosen_bA, top.values, top.indices
+        self._read = chosen_bA, *_best(after_bAV)
 
     def take(self) -> dict[int, list[TokenLogprob]]:
         """Log-probabilities of the last step by row, for its whole path; ignore those after the emitted tokens."""

@@ -2,6 +2,7 @@
 
 import os
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ import torch
 from medusa import BaseModel, EngineConfig, MedusaModel
 from medusa.cache import BLOCK
 from medusa.engine.graph import StepGraphs
-from medusa.engine.logprobs import SCORED
+from medusa.engine.logprobs import SCORED, LogprobReader
 from medusa.sampling import SamplingParams, Speculation
 from tests.medusa.kinds import REMEMBER
 from tests.medusa.tape import Recorder
@@ -206,6 +207,17 @@ def test_log_probabilities_are_the_bases_own(speaker):
             best = expected[place].topk(3)
             assert list(told.top) == best.indices.tolist()
             assert list(told.top.values()) == pytest.approx(best.values.tolist(), abs=1e-4)
+
+
+def test_alternatives_do_not_depend_on_what_others_ask_for():
+    logprobs = torch.zeros(1, 1000).index_fill(1, torch.arange(500, 510), 1.0).log_softmax(-1)
+    alone, beside = LogprobReader([2]), LogprobReader([2, 20])
+    for reader in (alone, beside):
+        accepted = SimpleNamespace(path=torch.zeros(2, 1).long(), tokens=torch.full((2, 1), 7))
+        reader.read(accepted, logprobs.expand(2, 1, 1000))
+    first = alone.take()[0]
+    assert first == beside.take()[0]
+    assert list(first[0].top) == [500, 501], "of equally likely ones the lower ids, as in decoding"
 
 
 def test_log_probabilities_of_prompts(speaker):

@@ -137,6 +137,8 @@ def test_prompts_come_as_text_ids_or_tensors(model, base):
         ("abc", {"tree": Tree.chain(2), "nodes": 1}, "replaces nodes"),
         ("abc", {"tree": Tree.chain(2), "drafter": PlainDrafter()}, "replaces nodes and drafter"),
         ("abc", {"tree": Tree.full([300])}, "exceeds the tokens that the heads can draft"),
+        ("abc", {"prefix": 5}, r"prefix \(5\) is no Prefix"),
+        ("abc", {"heads": []}, r"heads \(\[\]\) is no name"),
         ("abc", {"stop": ["x", ""]}, "end every completion at once"),
         ("abc", {"seed": -1}, "seed"),
         ("abc", {"seed": 2**70}, "seed"),
@@ -258,6 +260,8 @@ def test_a_device_that_is_not_there_is_named(base_directory):
         ([{"role": "user", "content": "hi"}], r"is a conversation; convert it with chat_prompt first"),
         ([5, "a"], r"token id \('a'\) is not a number"),
         (None, r"prompts \(None\) are neither text nor token ids"),
+        ("\ud800", r"prompt 1 \('.ud800'\) cannot be encoded; give Unicode text"),
+        ([True], r"token id \(True\) is not a number"),
     ],
 )
 def test_what_is_no_prompt(model, prompts, said):
@@ -272,7 +276,7 @@ def test_an_empty_text_is_a_prompt_where_texts_begin_with_a_token(base):
     assert MedusaModel(BaseModel(base.model, tokenizer)).generate("", max_new_tokens=2).prompt_tokens == 1
 
 
-@pytest.mark.parametrize("messages", ["hi", {"role": "user", "content": "hi"}, ["hi"], []])
+@pytest.mark.parametrize("messages", ["hi", {"role": "user", "content": "hi"}, ["hi"], [], 5])
 def test_what_is_no_conversation(model, messages):
     with pytest.raises(
         ValueError, match=r"are no conversation; give a list as \[\{.role.: .user., .content.: .Hello.\}\]"

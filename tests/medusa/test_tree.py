@@ -34,7 +34,13 @@ def test_ancestors_of_a_long_chain():
 
 @pytest.mark.parametrize(
     ("paths", "message"),
-    [(((0, 0),), "no parent"), (((0,), (0,)), "different"), (((),), "not empty"), (((-1,),), "negative rank")],
+    [
+        (((0, 0),), "no parent"),
+        (((0,), (0,)), "different"),
+        (((),), "not empty"),
+        (((-1,),), "no whole number from 0"),
+        (((1.5,),), "no whole number"),
+    ],
 )
 def test_broken_trees_are_refused(paths, message):
     with pytest.raises(ValueError, match=message):
@@ -84,7 +90,7 @@ def test_trees_survive_the_disk(tmp_path):
     [
         ({"format": "medusa-heads"}, "not of the format 'medusa-tree'"),
         ({"paths": [[0], [1, 0]]}, r"damaged: .*has no parent \(1,\)"),
-        ({"paths": [[0], [-1]]}, "damaged: .*negative rank"),
+        ({"paths": [[0], [-1]]}, "damaged: .*no whole number"),
         ({"paths": [[0], ["1"]]}, "damaged: .*'1' is not a rank"),
         ({"paths": [[]]}, "damaged"),
         ({"paths": [0]}, "damaged"),

@@ -62,7 +62,7 @@ def test_what_ray_cannot_run_is_refused(words, message):
 def test_serve_run_gives_words_and_a_yaml_file_gives_anything():
     os.environ.pop(PROXY, None)
     assert type(app({"base": "embedded", "device": "cpu", "replicas": "2", "int8": "true"})).__name__ == "Application"
-    assert os.environ[PROXY] == "serve.ray_app:middleware"
+    assert os.environ[PROXY] == "medusa.serve.ray_app:middleware"
     app({"device": "cpu", "replicas": 2, "int8": True, "no_graph": False, "more_heads": ["a=heads/a", "b=heads/b"]})
 
 
