@@ -30,7 +30,7 @@ class Tree:
         if len(known) != len(self.paths) or () in known:
             raise ValueError("tree paths must be different and not empty; remove the repeated or empty ones")
         for path in self.paths:
-            if not all(isinstance(rank, int) and rank >= 0 for rank in path):
+            if not all(type(rank) is int and rank >= 0 for rank in path):
                 raise ValueError(f"tree path ({path}) has a rank that is no whole number from 0 on; correct it")
             if len(path) > 1 and path[:-1] not in known:
                 raise ValueError(f"tree path ({path}) has no parent {path[:-1]} in the tree; add the parent")
