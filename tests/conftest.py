@@ -1,6 +1,7 @@
 """Small random bases in real architectures, made on the spot: no download, a byte tokenizer, a second at most."""
 
 import copy
+import functools
 import json
 import os
 import signal
@@ -11,6 +12,7 @@ from typing import ClassVar
 
 import pytest
 import torch
+from httpx._transports import default as httpx_default  # its clients read all certificates, 30 ms each
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -41,6 +43,7 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(CLONES_CACHE))
         native.available()
+        patch.setattr(httpx_default, "create_ssl_context", functools.cache(httpx_default.create_ssl_context))
         (cache / "medusa").mkdir()
         for library in (CLONES_CACHE / "medusa").glob("kernels-*.so"):
             (cache / "medusa" / library.name).symlink_to(library)

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import Field, asdict, fields, is_dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +167,7 @@ def differences(recipe: Recipe, stored: Mapping[str, Any]) -> list[str]:
     ]
 
 
+@cache
 def describe() -> str:
     """All recipe keys with defaults, limits and units: the text of `--help`."""
     documents = _documents()

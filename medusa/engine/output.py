@@ -123,7 +123,7 @@ class Completion:
         self._incremental = incremental or bool(self._stop)
         self._text = ""
         self._before = list(before[-CONTEXT:])
-        if tokenizer.decode(self._before).endswith("\ufffd"):  # it ends inside a character
+        if self._before and tokenizer.decode(self._before).endswith("\ufffd"):  # it ends inside a character
             self._before = []
         self._window, self._read = 0, len(self._before)
         self._shown = 0

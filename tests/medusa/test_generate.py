@@ -27,17 +27,6 @@ def plain(base):
     }
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("drafter", ["heads", "prompt-lookup", "hybrid"])
-def test_dynamic_trees_change_nothing_but_the_number_of_steps(model, plain, temperature, drafter):
-    options = {"max_new_tokens": 24, "temperature": temperature, "seed": 7}
-    outputs = model.generate(PROMPTS, nodes=64, drafter=drafter, **options)
-    assert [o.tokens for o in outputs] == [o.tokens for o in plain[temperature]]
-    assert all(o.tokens_per_step == 1 for o in plain[temperature])
-    for output in outputs:  # each pass adds a token of the base, but for one that is cut at the limit
-        assert sum(output.drafted) == len(output.tokens) - output.steps + output.drafted[-1]
-
-
 def test_plain_greedy_is_transformers_greedy(model, base):
     ids = base.tokenizer(PROMPTS[0], return_tensors="pt").input_ids
     expected = base.model.generate(ids, max_new_tokens=30, do_sample=False)[0, ids.shape[1] :].tolist()

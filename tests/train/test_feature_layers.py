@@ -13,7 +13,7 @@ from medusa.train.blocks import Block
 from medusa.train.config import OptimRecipe
 from medusa.train.features import BasePass
 from medusa.train.hidden_cache import identity
-from tests.train.jobs import Acting, metrics, run
+from tests.train.jobs import Acting, assert_same_run, metrics, run
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
@@ -53,8 +53,7 @@ def test_an_interrupted_run_resumes_from_a_cache_of_all_layers(
     assert run(recipe, tmp_path / "run", **cache) == 0
     shard = load_file(next((tmp_path / "hidden").glob("*.safetensors")))
     assert shard["hidden"].shape[1] == 2 * 32
-    for ours, theirs in zip(metrics(tmp_path / "run"), metrics(finished), strict=True):
-        assert ours.get("loss") == pytest.approx(theirs.get("loss"), abs=1e-5)
+    assert_same_run(tmp_path / "run", finished, tolerance=1e-5)
 
 
 @pytest.mark.parametrize("loss", ["kl", pytest.param("tv", marks=pytest.mark.slow)])
