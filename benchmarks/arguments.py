@@ -2,7 +2,7 @@
 
 import argparse
 
-from medusa.data import default_base
+from medusa.base.names import default_base
 from medusa.data.arguments import DTYPES, at_least
 from medusa.sampling import sources
 from medusa.serve.model_options import ATTENTION

@@ -49,11 +49,6 @@ class Process:
         self.pipes = cast(tuple[IO[str], IO[str]], (self._process.stdin, self._process.stdout))
 
     @property
-    def pid(self) -> int:
-        """Id of the process that leads its session."""
-        return self._process.pid
-
-    @property
     def runs(self) -> bool:
         """Whether it is still running."""
         return self._process.poll() is None

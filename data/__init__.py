@@ -2,13 +2,8 @@
 
 from typing import TYPE_CHECKING
 
-from medusa.base.names import EMBEDDED, default_base, is_embedded, shipped_heads
-from medusa.base.names import full_name as resolve_base_name
-
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-__all__ = ["EMBEDDED", "default_base", "is_embedded", "load_tokenizer", "resolve_base_name", "shipped_heads"]
 
 
 def load_tokenizer(base: str) -> "PreTrainedTokenizerBase":
@@ -21,8 +16,9 @@ def load_tokenizer(base: str) -> "PreTrainedTokenizerBase":
     from transformers import AutoTokenizer
 
     from medusa.base import smollm2
+    from medusa.base.names import full_name
 
-    name = resolve_base_name(base)
+    name = full_name(base)
     path = smollm2.locate(name)
     try:
         return AutoTokenizer.from_pretrained(path)

@@ -11,7 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from medusa.data import default_base, load_tokenizer
+from medusa.base.names import default_base
+from medusa.data import load_tokenizer
 from medusa.data.arguments import base_arguments
 from medusa.data.exchange import Answerer, EndpointSettings, Prompt, Settings
 from medusa.data.options import CHAT_COUNT, EMBEDDED_COUNT, parser

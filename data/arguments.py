@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from medusa.data import resolve_base_name
+from medusa.base.names import full_name
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 """Dtypes of a base's weights; auto = the checkpoint's, or a faster one on this machine."""
@@ -38,10 +38,10 @@ def base_arguments(options: Any) -> dict[str, Any]:
     import torch
 
     return {
-        "base": resolve_base_name(options.base) if options.base else None,
+        "base": full_name(options.base) if options.base else None,
         "dtype": None if options.dtype == "auto" else getattr(torch, options.dtype),
         "device": None if options.device == "auto" else options.device,
-        "draft_model": resolve_base_name(options.draft_model) if options.draft_model else None,
+        "draft_model": full_name(options.draft_model) if options.draft_model else None,
     }
 
 

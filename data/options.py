@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
-from medusa.data import default_base
+from medusa.base.names import default_base
 from medusa.data.arguments import Defaults, add_base_flags, at_least
 from medusa.data.exchange import BATCH, EndpointSettings, Settings
 

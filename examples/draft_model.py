@@ -17,7 +17,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from medusa import MedusaModel
 from medusa.acceptance.logits import NO_NOISE, Warper
-from medusa.data import EMBEDDED, resolve_base_name
+from medusa.base.names import EMBEDDED, full_name
 from medusa.data.prompts import embedded_prompts, file_prompts
 from medusa.drafters import ModelDrafter, SmallModel
 from medusa.serve.demo.compare import Timing, compare, identical, medusa_engine
@@ -41,7 +41,7 @@ def main() -> None:
     """Measure, and print a table for each rule."""
     options = parse()
     disable_progress_bar()
-    target, draft = resolve_base_name(options.target), resolve_base_name(options.draft)
+    target, draft = full_name(options.target), full_name(options.draft)
     model = MedusaModel.from_pretrained(None, base=target, draft_model=draft)
     count = options.count
     prompts = file_prompts(model, options.prompts) if options.prompts else embedded_prompts(model, "heldout", count)
@@ -66,7 +66,7 @@ def measure(
         name: medusa_engine(model, new_tokens, temperature=temperature, **how)  # type: ignore[arg-type]
         for name, how in options.items()
     }
-    return compare(engines, prompts, rounds, shown=True)
+    return compare(engines, prompts, rounds)
 
 
 def show(model: MedusaModel, timings: dict[str, Timing], temperature: float) -> None:

@@ -102,7 +102,7 @@ class ModelOptions:
 
     def heads_or_default(self) -> str | None:
         """The heads that are loaded if none are named; None = no heads."""
-        from medusa.data import EMBEDDED, default_base, shipped_heads
+        from medusa.base.names import EMBEDDED, default_base, shipped_heads
 
         base = self.base or default_base()
         alone = self.draft_model or base != EMBEDDED

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from medusa.base.names import full_name, shipped_heads
 from medusa.budget.plan import Limits, make_plan
 from medusa.budget.shape import read_shape
-from medusa.data import resolve_base_name, shipped_heads
 from medusa.data.arguments import memory_size
 from medusa.serve.flags import flag, from_flags
 from medusa.serve.settings import EngineSettings
@@ -57,7 +57,7 @@ def show_plan(args: argparse.Namespace) -> int:
     from medusa.serve.engine import MEMORY
 
     dtype = None if args.dtype == "auto" else getattr(torch, args.dtype)
-    file = gguf_names.find(resolve_base_name(args.base), download=False) if args.base else None
+    file = gguf_names.find(full_name(args.base), download=False) if args.base else None
     config = gguf_convert.read_config(file) if file else _config(args.base)
     shape = read_shape(config, dtype, args.int8)
     on_gpu = args.device_memory is not None
@@ -119,7 +119,7 @@ def _config(base: str | None) -> Any:
 
     if base is None:
         raise ValueError("--dry-run plans for a base; name it with --base: a directory, a config.json or a Hub id")
-    name = resolve_base_name(base)
+    name = full_name(base)
     if name == HUB_ID:
         return AutoConfig.for_model(**SMOLLM2)
     try:

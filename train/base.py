@@ -11,8 +11,8 @@ from torch.nn.functional import linear
 from transformers import BitsAndBytesConfig
 
 from medusa.base.model import BaseModel
+from medusa.base.names import full_name
 from medusa.clock import alternate, seconds
-from medusa.data import resolve_base_name
 from medusa.train.config import BaseRecipe
 from medusa.train.workers import Workers
 
@@ -29,7 +29,7 @@ def load_base(recipe: BaseRecipe, workers: Workers) -> BaseModel:
     Raises:
         ValueError: the base cannot be loaded, or 4 bits are not supported here.
     """
-    name, device = resolve_base_name(recipe.name), workers.device
+    name, device = full_name(recipe.name), workers.device
     dtype = None if recipe.dtype == "auto" else getattr(torch, recipe.dtype)
     if dtype is None and workers.from_first(partial(slow_in_bfloat16, device)):
         dtype = torch.float32

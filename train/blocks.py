@@ -124,8 +124,6 @@ class Block:
 
 def _deal(count: int, steps: int, seed: int) -> Tensor:
     """The step within the block of each of `count` positions, int64 [count]: equal numbers, in random order."""
-    if steps == 1:
-        return torch.zeros(count, dtype=torch.int64)
     order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
     dealt = torch.empty_like(order)
     dealt[order] = torch.arange(count) * steps // max(1, count)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from medusa.base.model import BaseModel
+from medusa.base.names import full_name
 from medusa.base.taps import outer_layers, spread_layers
-from medusa.data import resolve_base_name
 from medusa.data.packing import PackedRows
 from medusa.formats import load_heads
 from medusa.heads import DraftHeads, HeadsConfig, build_heads
@@ -63,7 +63,7 @@ def fresh_heads(recipe: Recipe, base: BaseModel, packed: PackedRows, workers: Wo
             num_heads=shape.num_heads,
             num_layers=shape.num_layers,
             own_lm_heads=shape.own_lm_heads,
-            base=resolve_base_name(recipe.base.name),
+            base=full_name(recipe.base.name),
             base_source=base.source,
             architecture=shape.architecture,
             feature_layers=base.feature_layers,

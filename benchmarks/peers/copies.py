@@ -14,8 +14,9 @@ from pathlib import Path
 import torch
 
 from medusa.base import smollm2
+from medusa.base.names import EMBEDDED, full_name, is_embedded
 from medusa.benchmarks.step.shapes import SHAPES, random_model, shape_config
-from medusa.data import EMBEDDED, is_embedded, load_tokenizer, resolve_base_name
+from medusa.data import load_tokenizer
 from medusa.heads import HeadsConfig
 
 logger = logging.getLogger(__name__)
@@ -37,7 +38,7 @@ def copies_of(environments: Path, base: str) -> Path:
     if not directory.is_dir():
         raise ValueError(f"peers ({environments}) have no copies of {base}; make them: {again}")
     if base not in SHAPES:
-        checkpoint = Path(smollm2.locate(resolve_base_name(base))).resolve()
+        checkpoint = Path(smollm2.locate(full_name(base))).resolve()
         names = sorted(file.name for file in checkpoint.glob("*.safetensors"))
         copied = (directory / CHECKPOINT).resolve()
         made = directory.stat().st_mtime
@@ -54,7 +55,7 @@ def directory_of(environments: Path, base: str) -> Path:
     """The directory for copies of a base or shape, by its name or by ``BaseModel.name``."""
     if is_embedded(base):
         return environments / "models" / EMBEDDED
-    return environments / "models" / Path(resolve_base_name(base)).name
+    return environments / "models" / Path(full_name(base)).name
 
 
 def copy_base(environments: Path, name: str) -> Path:
@@ -77,7 +78,7 @@ def copy_base(environments: Path, name: str) -> Path:
             load_tokenizer("smollm2").save_pretrained(part)  # engines need one, but only token ids are sent
             part.rename(checkpoint)
         else:
-            checkpoint.symlink_to(Path(smollm2.locate(resolve_base_name(name))).resolve())
+            checkpoint.symlink_to(Path(smollm2.locate(full_name(name))).resolve())
     if not (directory / OPENVINO).exists():
         tool, part = environments / "openvino/bin/optimum-cli", directory / f"{OPENVINO}.part"
         words = [str(tool), "export", "openvino", "--model", str(checkpoint), "--task", "text-generation-with-past"]

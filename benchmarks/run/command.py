@@ -13,6 +13,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from medusa import MedusaModel, Speculation
 from medusa.base import smollm2
+from medusa.base.names import full_name, shipped_heads
 from medusa.benchmarks.peers.copies import copy_draft, openvino_reads
 from medusa.benchmarks.peers.engine import BATCHING, EAGLE3_CHAIN, EAGLE3_TREE, MEDUSA, MODES, Engine, engines
 from medusa.benchmarks.report import Report, environment, publish
@@ -20,7 +21,6 @@ from medusa.benchmarks.run.measure import figures, measure
 from medusa.benchmarks.run.methods import AUTO, LOSSY, PLAIN, Answers, Method, ended, of_transformers, ours
 from medusa.benchmarks.run.shown import fields, tables
 from medusa.benchmarks.step.shapes import given_device, given_dtype, random_base, random_model, shape_config
-from medusa.data import resolve_base_name, shipped_heads
 from medusa.data.arguments import base_arguments
 from medusa.files import write_json
 from medusa.formats import Export, export_heads, refusal
@@ -138,7 +138,7 @@ def _transformers(
     config = shape_config(options.shape) if options.shape else None
     plain = random_model(config, base.dtype, base.device) if config else unpacked_copy(base)
     if options.draft_model:
-        small = smollm2.locate(resolve_base_name(options.draft_model))
+        small = smollm2.locate(full_name(options.draft_model))
         found: PreTrainedModel = AutoModelForCausalLM.from_pretrained(small, dtype=base.dtype)
         draft_model = found.to(base.device).eval()
     exit_layer = max(1, base.num_layers // 2) if early_exit else 0

@@ -96,7 +96,7 @@ def measure(methods: Sequence[Method], prompts: Sequence[list[int]], batch: int,
     groups, seeds = [[prompts[index] for index in group] for group in indices], [list(group) for group in indices]
     seconds: dict[str, list[list[float]]] = {method.name: [] for method in methods}
     answers: dict[str, list[list[Answers]]] = {method.name: [] for method in methods}
-    with Progress(len(methods) * (1 + rounds * len(groups)), True) as progress:
+    with Progress(len(methods) * (1 + rounds * len(groups))) as progress:
         for method in methods:
             progress.stage(f"batch {batch}, warm-up: {method.name}")
             method.complete(groups[0], seeds[0])

@@ -1,20 +1,12 @@
 """Figures of a level of load."""
 
-import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
+import numpy
+
 from medusa.benchmarks.serving.load import Level
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    """The value below which this share of all values is, with linear interpolation."""
-    ordered = sorted(values)
-    place = share * (len(ordered) - 1)
-    low = math.floor(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
 
 
 def summarize(level: Level) -> dict[str, Any]:
@@ -63,5 +55,5 @@ def summarize(level: Level) -> dict[str, Any]:
 
 def _distribution(values: Iterable[float]) -> dict[str, float | int | None]:
     known = list(values)
-    shares = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
-    return {"count": len(known)} | {name: percentile(known, at) if known else None for name, at in shares.items()}
+    points = numpy.percentile(known, [50, 90, 99]).tolist() if known else [None] * 3
+    return {"count": len(known), **dict(zip(("p50", "p90", "p99"), points, strict=True))}

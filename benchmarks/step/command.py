@@ -11,13 +11,13 @@ from transformers.utils.logging import disable_progress_bar
 from medusa import BaseModel, Batch, MedusaModel
 from medusa.base import smollm2
 from medusa.base.checkpoint import choose_dtype
+from medusa.base.names import full_name
 from medusa.benchmarks.picture import Field, Line
 from medusa.benchmarks.report import Report, Table, environment, machine, publish, rounding
 from medusa.benchmarks.step.attention import measure_attention
 from medusa.benchmarks.step.rig import PLAIN, Rig, Sizes
 from medusa.benchmarks.step.shapes import given_device, given_dtype, random_base, random_heads, shape_config
 from medusa.benchmarks.step.step import measure_steps
-from medusa.data import resolve_base_name
 from medusa.loading.self_test import choose_decoding, fuse
 
 STEP = [
@@ -66,7 +66,7 @@ def step(options: argparse.Namespace) -> None:
 def attention(options: argparse.Namespace) -> None:
     """Measure the attention of one layer by backend."""
     device = given_device(options)
-    name = options.shape or resolve_base_name(options.base)
+    name = options.shape or full_name(options.base)
     try:
         config = shape_config(name) if options.shape else AutoConfig.from_pretrained(smollm2.locate(name))
     except OSError as error:
@@ -103,7 +103,7 @@ def _with_random_heads(options: argparse.Namespace) -> MedusaModel:
         base = random_base(config, dtype, device, options.seed, options.attention, options.int8)
     else:
         how: dict[str, Any] = {"pack": True, "int8": options.int8, "attention": options.attention}
-        base = choose_decoding(BaseModel.load(resolve_base_name(options.base), dtype=dtype, device=device, **how))
+        base = choose_decoding(BaseModel.load(full_name(options.base), dtype=dtype, device=device, **how))
         if base.decoding != "tree":
             raise ValueError(f"base ({options.base}) does not verify trees, see above; name another with --base")
     drafted = min(options.draft_vocab, base.vocab_size)

@@ -54,7 +54,6 @@ class BlockPool:
         arenas: Keys and values by layer.
         cache: The pool as a transformers cache.
         tables: The blocks of each sequence.
-        evictions: Number of evicted blocks.
     """
 
     size = BLOCK
@@ -74,7 +73,6 @@ class BlockPool:
         self._blocks = -(-reserved // BLOCK) if self.limit is None else self.limit
         self.cache = PassCache(self.arenas, self._blocks)
         self.tables = BlockTables(device)
-        self.evictions = 0
         self._beside: weakref.WeakKeyDictionary[object, BlockPool] = weakref.WeakKeyDictionary()
         self._touched = 1  # block 0 belongs to no sequence: writes of inert requests go there
         self._moves = 0
@@ -229,7 +227,6 @@ class BlockPool:
             return self._free.pop()
         room = self.limit is not None and self._touched < self.limit
         if self._index.idle and not room:
-            self.evictions += 1
             return self._index.give_up()
         if self._touched == self._blocks:
             self._blocks, self._moves = 2 * self._blocks, self._moves + 1

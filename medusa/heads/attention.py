@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from medusa.attention import Scoring, TreePlan, attend
 from medusa.base.usual_block import UnusualBlockError
@@ -18,7 +17,7 @@ from medusa.cache import BlockPool, Cached, Follower, Texts
 from medusa.cpu.fused_layers import FusedLayers, LayerWeights
 from medusa.heads.base import HeadsConfig, Vocabulary
 from medusa.heads.blocks import of_parents
-from medusa.heads.decoder import turned
+from medusa.heads.decoder import Projections
 from medusa.heads.documents import Documents
 from medusa.heads.remembering import RememberingHeads
 from medusa.heads.unrolled import Text
@@ -34,7 +33,7 @@ class Growth(NamedTuple):
     out: Tensor
 
 
-class AttentionHeads(RememberingHeads):
+class AttentionHeads(RememberingHeads, Projections):
     """Head k is the layer's k-th pass; g_k is its output, e_k the base's embedding of the k-th token after position t.
 
     g_k = y + MLP(norm(y)) with y = s + Attention([norm(e_k); norm(s)]). For the first head
@@ -48,18 +47,8 @@ class AttentionHeads(RememberingHeads):
     def __init__(self, config: HeadsConfig) -> None:
         super().__init__(config)
         dim, layer = config.hidden_size, self._layer
-        queries, keys = layer.num_attention_heads * layer.head_dim, layer.num_key_value_heads * layer.head_dim
-        self.token_norm, self.state_norm, self.mlp_norm = (nn.RMSNorm(dim, layer.rms_norm_eps) for _ in range(3))
-        self.query_norm, self.key_norm = layer.head_norms()
-        self.q_proj = nn.Linear(2 * dim, queries, bias=layer.attention_bias)
-        self.k_proj = nn.Linear(2 * dim, keys, bias=layer.attention_bias)
-        self.v_proj = nn.Linear(2 * dim, keys, bias=layer.attention_bias)
-        self.o_proj = nn.Linear(queries, dim, bias=layer.attention_bias)
-        self.gate_proj = nn.Linear(dim, layer.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(dim, layer.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(layer.intermediate_size, dim, bias=False)
-        for parameter in (*self.o_proj.parameters(), self.down_proj.weight):
-            nn.init.zeros_(parameter)
+        self.token_norm, self.state_norm = (nn.RMSNorm(dim, layer.rms_norm_eps) for _ in range(2))
+        self.fill(2 * dim, dim, layer)
 
     def join(self, vocabulary: Vocabulary) -> None:
         """See ``DraftHeads.join``; also makes the layer's KV cache."""
@@ -127,19 +116,13 @@ class AttentionHeads(RememberingHeads):
             reach: Larger than all positions.
         """
         both = torch.cat([self.token_norm(embedded_RD), self.state_norm(state_RD)], dim=-1)
-        query, key, value = (
-            linear(both).unflatten(-1, (-1, self._layer.head_dim)) for linear in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        angles = self.rotary.at(positions_R, reach, query)
-        return turned(self.query_norm(query), angles), turned(self.key_norm(key), angles), value
+        angles = self.rotary.at(positions_R, reach, both)
+        return self.query(both, angles), *self.key_value(both, angles)
 
     def finish(self, state_RD: Tensor, mixed_RHd: Tensor) -> Tensor:
         """The layer's output [R, D], from the states and the attention outputs."""
         state_RD = self.state_norm(state_RD) if self._layer.norm_before_residual else state_RD
-        state_RD = state_RD + self.o_proj(mixed_RHd.flatten(1))
-        normed_RD = self.mlp_norm(state_RD)
-        out: Tensor = state_RD + self.down_proj(functional.silu(self.gate_proj(normed_RD)) * self.up_proj(normed_RD))
-        return out
+        return super().finish(state_RD, mixed_RHd)
 
 
 class LayerMemory(Follower):

@@ -220,6 +220,7 @@ class DraftHeads(nn.Module, ABC):
         vocabulary: Vocabulary,
         places_M: Tensor | None = None,
         wanted_M: Tensor | None = None,
+        /,
     ) -> Tensor:
         """Features [K, M, D], the input of a vocabulary matrix.
 

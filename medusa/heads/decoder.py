@@ -16,23 +16,18 @@ def turned(x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
     return x * angles[0] + torch.cat([-right, left], dim=-1) * angles[1]
 
 
-class DecoderLayer(nn.Module):
-    """``y = x + Attention(norm(x))``, then ``y + MLP(norm(y))``; both branches start at 0.
+class Projections(nn.Module):
+    """The parts of a layer behind its input norm; both branches start at 0."""
 
-    Args:
-        dim: D.
-        layer: The sizes.
-    """
-
-    def __init__(self, dim: int, layer: LayerConfig) -> None:
-        super().__init__()
+    def fill(self, inputs: int, dim: int, layer: LayerConfig) -> None:
+        """Make the parts, for rows [..., inputs]."""
         inner, size = layer.intermediate_size, layer.head_dim
         self._size = size
-        self.input_norm, self.mlp_norm = (nn.RMSNorm(dim, layer.rms_norm_eps) for _ in range(2))
+        self.mlp_norm = nn.RMSNorm(dim, layer.rms_norm_eps)
         queries, keys, bias = layer.num_attention_heads * size, layer.num_key_value_heads * size, layer.attention_bias
         self.query_norm, self.key_norm = layer.head_norms()
-        self.q_proj = nn.Linear(dim, queries, bias=bias)
-        self.k_proj, self.v_proj = (nn.Linear(dim, keys, bias=bias) for _ in range(2))
+        self.q_proj = nn.Linear(inputs, queries, bias=bias)
+        self.k_proj, self.v_proj = (nn.Linear(inputs, keys, bias=bias) for _ in range(2))
         self.o_proj = nn.Linear(queries, dim, bias=bias)
         self.gate_proj, self.up_proj = (nn.Linear(dim, inner, bias=False) for _ in range(2))
         self.down_proj = nn.Linear(inner, dim, bias=False)
@@ -60,3 +55,17 @@ class DecoderLayer(nn.Module):
         normed = self.mlp_norm(x)
         out: Tensor = x + self.down_proj(functional.silu(self.gate_proj(normed)) * self.up_proj(normed))
         return out
+
+
+class DecoderLayer(Projections):
+    """``y = x + Attention(norm(x))``, then ``y + MLP(norm(y))``.
+
+    Args:
+        dim: D.
+        layer: The sizes.
+    """
+
+    def __init__(self, dim: int, layer: LayerConfig) -> None:
+        super().__init__()
+        self.input_norm = nn.RMSNorm(dim, layer.rms_norm_eps)
+        self.fill(dim, dim, layer)

@@ -26,14 +26,7 @@ class HydraHeads(DraftHeads):
             nn.ModuleList(ResidualBlock(dim, (head + 1) * dim, dim) for _ in layers) for head in range(config.num_heads)
         )
 
-    def forward(
-        self,
-        hidden_MF: Tensor,
-        path_MK: Tensor,
-        vocabulary: Vocabulary,
-        places_M: Tensor | None = None,
-        wanted_M: Tensor | None = None,
-    ) -> Tensor:
+    def forward(self, hidden_MF: Tensor, path_MK: Tensor, vocabulary: Vocabulary, *_: Tensor | None) -> Tensor:
         """Features [K, M, D] on the given path."""
         hidden_MD = self.fuse(hidden_MF)
         embeddings_ME = unit_embeddings(path_MK, vocabulary, hidden_MD.dtype).flatten(1)

@@ -40,14 +40,7 @@ class MarkovHeads(MedusaHeads):
             raised = [behind_output(self, up_DR, vocabulary, head) for head, up_DR in enumerate(self.up)]
             self._low_rank = [(native_linear(p), native_linear(wq)) for p, wq in zip(self.down, raised, strict=True)]
 
-    def forward(
-        self,
-        hidden_MF: Tensor,
-        path_MK: Tensor,
-        vocabulary: Vocabulary,
-        places_M: Tensor | None = None,
-        wanted_M: Tensor | None = None,
-    ) -> Tensor:
+    def forward(self, hidden_MF: Tensor, path_MK: Tensor, vocabulary: Vocabulary, *_: Tensor | None) -> Tensor:
         """Features [K, M, D] on the given path."""
         hidden_MD = self.fuse(hidden_MF)
         embeddings_KMD = unit_embeddings(path_MK.T, vocabulary, hidden_MD.dtype)

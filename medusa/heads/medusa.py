@@ -32,14 +32,7 @@ class MedusaHeads(DraftHeads):
         super().join(vocabulary)
         self._joined_blocks = native_linear(self.weight[0].flatten(0, 1), self.bias[0].flatten())
 
-    def forward(
-        self,
-        hidden_MF: Tensor,
-        path_MK: Tensor,
-        vocabulary: Vocabulary,
-        places_M: Tensor | None = None,
-        wanted_M: Tensor | None = None,
-    ) -> Tensor:
+    def forward(self, hidden_MF: Tensor, path_MK: Tensor, vocabulary: Vocabulary, *_: Tensor | None) -> Tensor:
         """Features [K, M, D]; the tokens are not read."""
         return self._features(self.fuse(hidden_MF))
 

@@ -48,14 +48,7 @@ class RecurrentHeads(DraftHeads):
             weight = weight.reordered()  # states of heads are not rounded
         self.native = RecurrentWeights(self.blocks, fusion, ends._replace(weight=weight, bias=bias), ids)
 
-    def forward(
-        self,
-        hidden_MF: Tensor,
-        path_MK: Tensor,
-        vocabulary: Vocabulary,
-        places_M: Tensor | None = None,
-        wanted_M: Tensor | None = None,
-    ) -> Tensor:
+    def forward(self, hidden_MF: Tensor, path_MK: Tensor, vocabulary: Vocabulary, *_: Tensor | None) -> Tensor:
         """Features [K, M, D] on the given path."""
         states, state_MD = [], self.fuse(hidden_MF)
         for tokens_M in path_MK.unbind(1):

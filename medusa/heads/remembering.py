@@ -60,6 +60,7 @@ class RememberingHeads(DraftHeads):
         vocabulary: Vocabulary,
         places_M: Tensor | None = None,
         wanted_M: Tensor | None = None,
+        /,
     ) -> Tensor:
         """Features [K, M, D] on the given path, at all positions of documents that do not see each other."""
         if places_M is None:

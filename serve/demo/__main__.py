@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from medusa.data import EMBEDDED
+from medusa.base.names import EMBEDDED
 from medusa.data.arguments import at_least, exit_status, show_messages
 from medusa.data.child import started
 from medusa.serve.demo.report import publish
@@ -120,7 +120,7 @@ def _compare_real(count: int, rounds: int) -> dict[str, Any] | None:
     """Run the fourth stage: a real chat model with heads of the repository; None if the model cannot be loaded."""
     _say("4/4  a real chat model, SmolLM2-135M-Instruct, with heads of the repository; loading takes a minute")
     from medusa import MedusaModel
-    from medusa.data import shipped_heads
+    from medusa.base.names import shipped_heads
     from medusa.serve.demo.figures import measure
     from medusa.serve.demo.questions import chat_questions
 

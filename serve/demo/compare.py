@@ -102,20 +102,17 @@ def medusa_engine(model: MedusaModel, max_new_tokens: int, **options: Any) -> En
     return run
 
 
-def compare(
-    engines: dict[str, Engine], prompts: Sequence[list[int]], rounds: int, shown: bool = False
-) -> dict[str, Timing]:
-    """Run all engines over all prompts, ``rounds`` times; each round starts with another engine.
+def compare(engines: dict[str, Engine], prompts: Sequence[list[int]], rounds: int) -> dict[str, Timing]:
+    """Run all engines over all prompts, ``rounds`` times; each round starts with another engine. Progress is on stderr.
 
     Args:
         engines: Engines by name.
         prompts: Token ids of the prompts.
         rounds: Number of measured repetitions, after one warm-up call of each engine.
-        shown: Show progress on stderr, including warm-up.
     """
     names = list(engines)
     timings = {name: Timing() for name in names}
-    with Progress(len(names) * (1 + rounds * len(prompts)), shown) as progress:
+    with Progress(len(names) * (1 + rounds * len(prompts))) as progress:
         for name in names:
             progress.stage(f"warm-up: {name}")
             engines[name](prompts[0])

@@ -40,7 +40,7 @@ def measure(
         "plain": run.medusa_engine(model, new_tokens, nodes=1),
         **{name: run.medusa_engine(model, new_tokens, drafter=None if name == AUTO else name) for name in LABELS},
     }
-    timings = run.compare(engines, prompts, rounds, shown=True)
+    timings = run.compare(engines, prompts, rounds)
     plain, transformers = timings["plain"], timings["transformers"]
     drafters = {name: _row(timings[name], plain, transformers, kinds) for name in LABELS}
     auto, dtype = drafters[AUTO], str(base.dtype).removeprefix("torch.")

@@ -13,16 +13,15 @@ class Progress:
 
     Args:
         total: Number of calls of all stages.
-        shown: False = show nothing.
         bar_seconds: Interval of updates of the bar's clock, also within a call, which may compile for minutes.
         line_seconds: Longest time without a line if there is no terminal.
     """
 
-    def __init__(self, total: int, shown: bool = True, bar_seconds: float = 1.0, line_seconds: float = 15.0) -> None:
-        self._total, self._shown = total, shown
+    def __init__(self, total: int, bar_seconds: float = 1.0, line_seconds: float = 15.0) -> None:
+        self._total = total
         self._done, self._stage, self._began = 0, "", time.monotonic()
         self._bar = None
-        if shown and sys.stderr.isatty():
+        if sys.stderr.isatty():
             layout = "{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}]"
             self._bar = tqdm(total=total, bar_format=layout, dynamic_ncols=True)
         self._sign = line_seconds if self._bar is None else bar_seconds
@@ -34,7 +33,7 @@ class Progress:
         self._stage = name
         if self._bar is not None:
             self._bar.set_description_str(name)
-        elif self._shown:
+        else:
             self._line()
 
     def update(self) -> None:
@@ -56,13 +55,11 @@ class Progress:
         sys.stderr.flush()
 
     def __enter__(self) -> Self:
-        if self._shown:
-            self._clock.start()
+        self._clock.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._ended.set()
-        if self._clock.is_alive():
-            self._clock.join()
+        self._clock.join()
         if self._bar is not None:
             self._bar.close()

@@ -21,7 +21,7 @@ def questions(model: MedusaModel, path: str | Path | None, count: int) -> tuple[
     Held-out prompts of the embedded base are from its own corpus: functions of the standard library, to continue or to
     write.
     """
-    from medusa.data import is_embedded
+    from medusa.base.names import is_embedded
 
     if path:
         return file_questions(model, path, count)

@@ -6,17 +6,17 @@ from pathlib import Path
 import pytest
 
 from medusa import MedusaModel
-from medusa.data import EMBEDDED, resolve_base_name
+from medusa.base.names import EMBEDDED, full_name
 from medusa.data.chat import render
 
 
 @pytest.fixture(scope="module")
 def embedded():
-    return MedusaModel.from_pretrained(None, base=resolve_base_name(EMBEDDED))
+    return MedusaModel.from_pretrained(None, base=full_name(EMBEDDED))
 
 
 def test_it_is_small_and_tells_how_it_was_trained():
-    directory = Path(resolve_base_name(EMBEDDED))
+    directory = Path(full_name(EMBEDDED))
     sizes = [path.stat().st_size for path in directory.glob("*.safetensors")]
     assert sum(sizes) <= 20e6
     assert max(sizes) <= 15e6

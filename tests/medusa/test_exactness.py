@@ -12,10 +12,10 @@ import torch
 from medusa import BaseModel, HeadsConfig, MedusaModel, Prefix, build_heads
 from medusa.attention.backends import choose
 from medusa.attention.contract import BlockTable
+from medusa.base.names import full_name, shipped_heads
 from medusa.cache import BLOCK
 from medusa.cpu import build as native
 from medusa.cpu.native import kernels
-from medusa.data import resolve_base_name, shipped_heads
 from medusa.loading import exactness
 from medusa.loading.self_test import fuse
 from medusa.sampling import SamplingParams
@@ -58,7 +58,7 @@ def with_random_heads(base):
     scope="module", params=[DTYPES[0], pytest.param(torch.float16, id="float16", marks=pytest.mark.slow), DTYPES[2]]
 )
 def base(request):
-    return load(resolve_base_name("embedded"), request.param)
+    return load(full_name("embedded"), request.param)
 
 
 @pytest.fixture(scope="module")
@@ -71,14 +71,14 @@ def test_rows_are_equal_in_passes_of_any_size(base):
 
 
 def test_the_comparison_fails_where_sums_depend_on_places():
-    old = load(resolve_base_name("embedded"), HALF, "reference")
+    old = load(full_name("embedded"), HALF, "reference")
     assert exactness._difference(old) is not None
     assert exactness.find_out(old).exact is False
 
 
 def test_an_output_layer_whose_rows_depend_on_their_number_is_found(monkeypatch):
     """Hidden states are the same, and one logit of one row of such passes is off."""
-    base = load(resolve_base_name("embedded"), HALF)
+    base = load(full_name("embedded"), HALF)
     exact = base.logits
     for rows in (1, 33):
 
@@ -242,7 +242,7 @@ def test_texts_of_many_prompts(name, fused, smollm2_directory, monkeypatch):
             monkeypatch.setattr("medusa.loading.load.fuse", lambda base: base)
         model = MedusaModel.from_pretrained(shipped_heads("smollm2"), base=smollm2_directory)
     else:
-        base = load(resolve_base_name("embedded"), HALF)
+        base = load(full_name("embedded"), HALF)
         model = with_random_heads(exactness.find_out(fuse(base) if fused else base))
     assert model.base.exact and model.base.fused == fused
     prompts = [model.chat_prompt([{"role": "user", "content": question}]) for question in QUESTIONS[:PROMPTS]]

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from medusa import MedusaModel
-from medusa.data import is_embedded
+from medusa.base.names import is_embedded
 from medusa.data.chat_prompts import chat_prompts
 from medusa.data.exchange import Answered, Answerer, Exchange, Prompt, Settings, UnansweredError
 from medusa.data.files import file_records

@@ -12,10 +12,9 @@ import torch
 from medusa import MedusaModel
 from medusa.base import smollm2
 from medusa.base.model import BaseModel
-from medusa.base.names import resolve_base
+from medusa.base.names import full_name, resolve_base
 from medusa.clock import machine_memory
 from medusa.cpu import native
-from medusa.data import resolve_base_name
 from medusa.data.exchange import BATCH, Prompt
 from medusa.data.prompts import fitting
 from medusa.train.base import slow_in_bfloat16
@@ -67,7 +66,7 @@ def load(base: str, dtype: str = "") -> MedusaModel:
     Raises:
         OSError, ValueError: it does not exist, or cannot be decoded.
     """
-    return MedusaModel.from_pretrained(base=resolve_base_name(base), dtype=getattr(torch, dtype) if dtype else None)
+    return MedusaModel.from_pretrained(base=full_name(base), dtype=getattr(torch, dtype) if dtype else None)
 
 
 def measure(base: str, path: str, found: Sequence[Prompt], out: Path, processes: int, began: float) -> Measured:

@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import GPT2Config, LlamaForCausalLM
 
+from medusa.base.names import full_name
 from medusa.benchmarks.peers.copies import CHECKPOINT, OPENVINO, copies_of, copy_draft, directory_of, openvino_reads
 from medusa.benchmarks.peers.gguf_file import pairs_together, write_gguf
-from medusa.data import resolve_base_name
 from medusa.heads import HeadsConfig
 from medusa.heads.layer import LayerConfig
 
@@ -55,7 +55,7 @@ def test_other_architectures_are_refused(tmp_path):
 
 
 def test_copies_are_found_by_every_name_of_a_base(tmp_path):
-    assert directory_of(tmp_path, "embedded") == directory_of(tmp_path, resolve_base_name("embedded"))
+    assert directory_of(tmp_path, "embedded") == directory_of(tmp_path, full_name("embedded"))
     assert directory_of(tmp_path, "smollm2") == directory_of(tmp_path, "HuggingFaceTB/SmolLM2-135M-Instruct")
     assert directory_of(tmp_path, "llama-1b").name == "llama-1b"
 

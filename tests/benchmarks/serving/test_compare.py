@@ -30,7 +30,7 @@ def becomes(server, states):
     """Whether the process is in one of these states soon: a signal takes a moment."""
     until = time.monotonic() + 5
     while time.monotonic() < until:
-        if Path(f"/proc/{server.process.pid}/stat").read_text().rpartition(")")[2].split()[0] in states:
+        if Path(f"/proc/{server.process._process.pid}/stat").read_text().rpartition(")")[2].split()[0] in states:
             return True
         time.sleep(0.01)
     return False
@@ -60,7 +60,7 @@ def test_a_server_that_is_not_asked_is_stopped(tmp_path):
             assert becomes(server, "SR")
     finally:
         server.process.close()
-    assert not Path(f"/proc/{server.process.pid}").exists()
+    assert not Path(f"/proc/{server.process._process.pid}").exists()
 
 
 def test_a_server_that_does_not_start_says_why(tmp_path):
