@@ -69,7 +69,10 @@ def _variants(path: Path, only: Sequence[str]) -> dict[str, dict[str, str]]:
         raise RecipeError(f"variants ({path}) must be lines of `name: {{recipe.key: value}}`; correct the file")
     if unknown := [name for name in only if name not in content]:
         raise RecipeError(f"variant ({unknown[0]}) is not in {path}; choose of: {', '.join(content)}")
-    return {str(name): {str(key): str(value) for key, value in content[name].items()} for name in only or content}
+    return {
+        str(name): {str(key): "" if value is None else str(value) for key, value in content[name].items()}
+        for name in only or content
+    }
 
 
 def _plan(
@@ -91,6 +94,8 @@ def _plan(
                 recipe = read_recipe(options.recipe, overrides)
                 if not recipe.data.heldout or not recipe.evaluate.prompts:
                     raise RecipeError("data.heldout and evaluate.prompts are what variants are compared on; set both")
+                if recipe.base.shard:
+                    raise RecipeError("base.shard leaves tokens per step unmeasured; set it to false")
         except RecipeError as error:
             raise RecipeError(f"variant ({name}): {error}") from None
     return runs

@@ -56,6 +56,14 @@ def at_least(low: int) -> Callable[[str], int]:
     return parse
 
 
+def seconds(text: str) -> float:
+    """A parser of finite durations."""
+    value = float(text)
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"value ({text}) must be a number of seconds from 0 on")
+    return value
+
+
 def memory_size(text: str) -> int:
     """Parse a size in bytes: 80GB (1e9 bytes each), 24GiB (2^30 bytes each), or a plain number such as 8e9."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d+)?)\s*(?:([kmgt])(i?)b?|b)?", text.strip().lower())

@@ -78,7 +78,7 @@ class Engine:
         until = time.monotonic() + drain
         while self._jobs and time.monotonic() < until:
             await asyncio.sleep(0.05)
-        await self.call(self._end)
+        await self._call(self._end)
         await asyncio.to_thread(self._thread.join)
 
     def healthy(self, patience: float) -> bool:
@@ -89,13 +89,27 @@ class Engine:
     def submit(self, asked: Asked) -> Ticket:
         """Submit a request; the ticket reports whether it is accepted."""
         ticket = Ticket(asked, self._cancel)
+        if self._stopping:  # the thread may have ended
+            error = StoppingError("the server is shutting down; ask another one")
+            self.metrics.refused(error)
+            ticket.put(error)
+            return ticket
         now = time.monotonic()
         job = Job(ticket, now, now + asked.timeout if asked.timeout is not None else float("inf"))
         self._inbox.put(lambda: self._take(job))
         return ticket
 
     async def call(self, function: Callable[[], Result]) -> Result:
-        """Run a function on the engine's thread between two steps."""
+        """Run a function on the engine's thread between two steps.
+
+        Raises:
+            StoppingError: The server is shutting down.
+        """
+        if self._stopping:
+            raise StoppingError("the server is shutting down; ask another one")
+        return await self._call(function)
+
+    async def _call(self, function: Callable[[], Result]) -> Result:
         loop, future = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
 
         def run() -> None:
@@ -113,11 +127,12 @@ class Engine:
     def use(self, model: MedusaModel) -> None:
         """Serve new requests with another model over the same base; running ones keep theirs.
 
-        Call it on the engine's thread (``call``).
+        So do waiting ones whose heads it does not have. Call it on the engine's thread (``call``).
         """
         self.model, before = model, self._batch
         self._batch = self._new_batch()
-        for job in [job for job in self._jobs.values() if job.batch is before and not job.admitted]:
+        waiting = [job for job in self._jobs.values() if job.batch is before and not job.admitted]
+        for job in [job for job in waiting if job.asked.speculation.heads in (None, *model.named)]:
             del self._of[job.request]
             before.remove(job.request)
             self._add(job)
@@ -158,15 +173,13 @@ class Engine:
         """Check a request and let it wait for room in the batch."""
         asked = job.asked
         try:
-            if self._stopping:
-                raise StoppingError("the server is shutting down; ask another one")
             self._batch.check(asked.prompt, asked.params, asked.speculation)
             waiting = sum(not job.admitted for job in self._jobs.values())
             free = self.settings.max_batch - (len(self._jobs) - waiting)
             if waiting >= self.settings.max_waiting + max(0, free):
                 message = f"queue ({waiting} requests) is full; try again later"
                 raise BusyError(message, self.metrics.seconds_per_request())
-        except (ValueError, BusyError, StoppingError) as error:
+        except (ValueError, BusyError) as error:
             self.metrics.refused(error)
             self._events.append((job.ticket, error))
             return
@@ -183,7 +196,7 @@ class Engine:
                 asked.prompt, asked.params, asked.speculation, True, constraint, asked.client, asked.priority,
                 continues=asked.text is not None,
             )  # fmt: skip
-        except ValueError as error:  # its heads were removed while it waited
+        except ValueError as error:
             self._events.append((job.ticket, error))
             del self._jobs[job.ticket]
             self.metrics.ended(job, "error")

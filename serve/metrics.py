@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 
-from medusa.serve.request import BusyError
+from medusa.serve.request import BusyError, StoppingError
 
 if TYPE_CHECKING:
     from medusa.serve.jobs import Job
@@ -79,7 +79,8 @@ class Metrics:
 
     def refused(self, error: Exception) -> None:
         """Count a refused request."""
-        self._refused.labels(self._model, "busy" if isinstance(error, BusyError) else "invalid").inc()
+        reason = {BusyError: "busy", StoppingError: "stopping"}.get(type(error), "invalid")
+        self._refused.labels(self._model, reason).inc()
 
     def admitted(self, job: "Job") -> None:
         """Count a request that has joined the batch."""

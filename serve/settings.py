@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from medusa.data.arguments import at_least
+from medusa.data.arguments import at_least, seconds
 from medusa.serve.flags import flag
 
 
@@ -45,7 +45,10 @@ class ApiSettings:
     max_body: int = flag(4 << 20, "largest body of a request", at_least(1), "BYTES")
     max_n: int = flag(16, "completions of a request, prompts times n", at_least(1), "N")
     timeout: float | None = flag(
-        None, "seconds that a request may take, waiting included (default: none; a request can set its own)", float, "S"
+        None,
+        "seconds that a request may take, waiting included (default: none; a request can set its own)",
+        seconds,
+        "S",
     )
     spec_metrics: bool = flag(
         False, "answers include metrics.speculative_decoding unless the request says otherwise (default: off)"
@@ -58,4 +61,4 @@ class Network:
 
     host: str = flag("127.0.0.1", "where to listen", metavar="HOST")
     port: int = flag(8000, "0 = any", at_least(0), "PORT")
-    drain: float = flag(30.0, "seconds that running requests may go on for after SIGTERM", float, "S")
+    drain: float = flag(30.0, "seconds that running requests may go on for after SIGTERM", seconds, "S")

@@ -108,6 +108,12 @@ class Trainer:
         self.packed = packed = open_rows(source, base.tokenizer, data.row_tokens, data.cache)
         LOGGER.info("%d rows of %d tokens, %.1f %% filled", len(packed), data.row_tokens, 100 * packed.fill)
         check_same(recipe, packed.fingerprint(), workers)
+        position = workers.from_first(directory.position)
+        if position is not None and position.data != packed.fingerprint():  # before caches of other samples are refused
+            raise RecipeError(
+                f"data.train ({data.train}) holds other samples than at the start of the run ({recipe.run}); restore "
+                "the file or give another directory (--recipe.run DIR)"
+            )
         self.base = base = choose_separation(base, packed.input_ids[0].long(), workers.any)
         self.heldout = workers.from_first(partial(read_held_out, data, recipe.evaluate, base, packed))
 
@@ -239,8 +245,8 @@ class Trainer:
     def _make_up(self, trackers: Trackers) -> None:
         """The evaluation of the step that a resumed run begins with, if the signal that ended it left it out."""
         record = self.workers.from_first(self.directory.last_record)
-        if record.get("step") == self.step and KEY not in record and (found := self._evaluate_if_due()):
-            if self.workers.rank == 0:
+        if record.get("step") == self.step and KEY not in record:
+            if (found := self._evaluate_if_due()) and self.workers.rank == 0:
                 self.directory.start(self.recipe, self.step - 1)
                 self._log(record | found, trackers)
             self.workers.stop.raise_if_agreed(self.step)
@@ -295,11 +301,6 @@ class Trainer:
         position = self.workers.from_first(self.directory.position)
         if position is None:
             return 0, 0.0
-        if position.data != self.packed.fingerprint():
-            raise RecipeError(
-                f"data.train ({self.recipe.data.train}) holds other samples than at the start of the run "
-                f"({self.recipe.run}); restore the file or give another directory (--recipe.run DIR)"
-            )
         self.engine.load_state(self.directory.tensors(position) if self.workers.rank == 0 else {})
         LOGGER.info("resumed at step %d of %d", position.step, self.total)
         return position.step, position.seconds

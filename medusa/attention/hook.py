@@ -61,7 +61,8 @@ def tree_attention(
         if tree_plan.gathered:
             size = tree_plan.table.size
             key, value = (x[0].transpose(0, 1).unflatten(0, (-1, size)).contiguous() for x in (key, value))
-        return attend_rows(tree_plan, query_RHD, key, value, scoring)[None], None
+        # transformers' own functions return it in one piece, and AFMoE views it.
+        return attend_rows(tree_plan, query_RHD, key, value, scoring).contiguous()[None], None
     if softcap is None and s_aux is None:
         plain: Tensor = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)[0]
         return plain, None

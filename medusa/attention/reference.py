@@ -30,7 +30,7 @@ class ReferenceAttention:
             keys, values = (part.gather(arena).transpose(1, 2) for arena in (key, value))
             return masked_attention(query_SNHD.transpose(1, 2), keys, values, bias, scoring).transpose(1, 2)
 
-        return by_part(plan, query, attend).contiguous()  # AFMoE views it
+        return by_part(plan, query, attend)
 
 
 def explicit_mask(plan: TreePlan, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 WEIGHTS = "packed*.safetensors"
 """Pattern of the files with packed weights in a directory."""
-LAYOUT = 4
+LAYOUT = 5
 """Version of the directory layout; directories of other versions are not touched."""
 EXPANDED = "-expanded"
 """Suffix of the directory with expanded weights; see ``expanded``."""
@@ -126,6 +126,7 @@ def load(directory: str | Path, dtype: "torch.dtype", expand: bool) -> "PreTrain
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
     from transformers.initialization import no_init_weights
 
+    from medusa.base.gguf_reading import tensors_of
     from medusa.cpu.packed import Packed, PackedEmbedding, PackedLinear
 
     directory = Path(directory)
@@ -136,6 +137,8 @@ def load(directory: str | Path, dtype: "torch.dtype", expand: bool) -> "PreTrain
     for shard in directory.glob(WEIGHTS):
         packings |= _packings(shard)
         tensors |= load_file(shard)
+    if missing := tensors_of(model).keys() - tensors.keys():
+        raise ValueError(f"converted weights ({directory}) lack {min(missing)}; remove that directory and load again")
     for name in tensors.keys() - packings.keys():
         _set(model, name, tensors[name].to(dtype))
     for name, packing in packings.items():

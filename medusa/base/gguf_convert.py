@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoTokenizer, PretrainedConfig, PreTrainedModel
 
+from medusa.base.gguf_config import ends_of
 from medusa.base.gguf_reading import Reading, tensors_of
 from medusa.base.gguf_tensors import SLICE, Stored, stored_tensors
 from medusa.cpu.gguf_types import KINDS
@@ -46,6 +47,7 @@ def convert(file: Path, directory: Path, expanded: bool = False) -> str:
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
         whole = None if reading.singly() and not expanded else reading.whole()
     model = whole or reading.outline
+    model.generation_config.eos_token_id = ends_of(reading.header, tokenizer)
     directory.mkdir()
     if expanded:
         save_expanded(model, directory)

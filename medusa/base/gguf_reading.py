@@ -16,8 +16,8 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, GgufConfig, PretrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.initialization import no_init_weights
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from medusa.base.gguf_config import complete_config
 from medusa.base.gguf_tensors import Stored, stored_tensors
 
 logger = logging.getLogger(__name__)
@@ -31,6 +31,7 @@ class Reading:
         dtype: Dtype of the model.
 
     Attributes:
+        header: Single values of its header.
         outline: The model on the meta device, without values.
 
     Raises:
@@ -42,9 +43,10 @@ class Reading:
         from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
         self._file, self._dtype = file, dtype
-        self._family, self._stored = stored_tensors(file)
+        self.header, self._stored = stored_tensors(file)
+        self._family = str(self.header.get("general.architecture", "unknown"))
         values, _ = PretrainedConfig.get_config_dict(file.parent, gguf_file=file.name)
-        config = CONFIG_MAPPING[values["model_type"]].from_dict(dict(values))
+        config = complete_config(values, self.header, self._stored)
         with torch.device("meta"), no_init_weights():
             self.outline: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
         self._processor = TENSOR_PROCESSORS.get(self._family, TensorProcessor)(config=dict(values))
@@ -73,7 +75,8 @@ class Reading:
             ValueError: A tensor has another shape, or a type that cannot be expanded.
         """
         wanted, made = tensors_of(self.outline), dict[str, Tensor]()
-        if left_out := [stored.name for stored in self._stored if self.name(stored) not in wanted]:
+        names = [stored.name for stored in self._stored if self.name(stored) not in wanted]
+        if left_out := [name for name in names if not name.startswith("rope_f")]:  # these are in the config
             said = "GGUF file %s: transformers leaves out %s; texts may differ from those of llama.cpp"
             logger.warning(said, self._file.name, ", ".join(left_out))
         left = Counter(self.name(stored) for stored in self._stored)
@@ -106,7 +109,8 @@ class Reading:
             ValueError: The file lacks tensors of the model.
         """
         model, told = AutoModelForCausalLM.from_pretrained(
-            self._file.parent, gguf_file=self._file.name, dtype=self._dtype, output_loading_info=True,
+            self._file.parent, gguf_file=self._file.name, config=self.outline.config, dtype=self._dtype,
+            output_loading_info=True,
             quantization_config=GgufConfig(dequantize=True),
         )  # fmt: skip
         if missing := sorted(told["missing_keys"]):

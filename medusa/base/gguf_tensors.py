@@ -59,8 +59,8 @@ class Stored:
         return found
 
 
-def stored_tensors(file: Path) -> tuple[str, list[Stored]]:
-    """The family of a file's model, by llama.cpp's name, and its tensors.
+def stored_tensors(file: Path) -> tuple[dict[str, Any], list[Stored]]:
+    """The single values of a file's header, and its tensors.
 
     Raises:
         ImportError: The package ``gguf`` is missing.
@@ -81,7 +81,7 @@ def stored_tensors(file: Path) -> tuple[str, list[Stored]]:
         if len(data) < prod(shape) // numbers * size:
             raise ValueError(f"it is cut short: it ends ({len(header.content)} bytes) before tensor {name} does")
         tensors.append(Stored(name, kind.name, shape, data.reshape(quant_shape_to_byte_shape(shape, kind))))
-    return str(values.get("general.architecture", "unknown")), tensors
+    return values, tensors
 
 
 class _Header:

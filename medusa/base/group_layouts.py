@@ -74,6 +74,9 @@ def read_layer(
     except RuntimeError as error:
         raise ValueError(f"{next(iter(tensors))} {list(tensors[layout.parts[0]].shape)}: {error}") from error
     groups = weight.scales.shape[1]
+    for size in {size for _, size in bits_and_sizes(told) if size and math.ceil(inputs / size) == groups}:
+        if weight.groups is None and inputs % size:  # the last group is shorter
+            weight = weight._replace(groups=torch.arange(inputs) // size)
     even = inputs % groups == 0
     if even and weight.groups is not None and torch.equal(weight.groups, torch.arange(inputs) // (inputs // groups)):
         weight = weight._replace(groups=None)

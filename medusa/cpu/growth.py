@@ -88,7 +88,7 @@ class GrownStruct(ctypes.Structure):
     def room(cls, batch: int, nodes: int) -> "GrownStruct":
         """Memory for ``batch`` drafts of ``nodes`` nodes."""
         tokens, parents = torch.empty(2, batch, nodes, dtype=torch.int64)
-        scores, sizes, depth = torch.empty(batch, nodes), (_INT * batch)(), _INT()
+        scores, sizes, depth = torch.empty(batch, nodes, dtype=torch.float32), (_INT * batch)(), _INT()
         struct = cls(
             tokens.data_ptr(), parents.data_ptr(), scores.data_ptr(), ctypes.addressof(sizes), ctypes.addressof(depth)
         )
@@ -144,7 +144,8 @@ class NativeTrees:
         self._how, self._each, self._grown = how, growth.parents, 0
         most, candidates = max(self._each), 1 + sum(self._each) * growth.width
         self._numbers = roots_B.new_empty(2 * batch * (candidates + most))
-        self._scores, self._room = torch.empty(batch * candidates), GrownStruct.room(batch, growth.nodes)
+        self._scores = torch.empty(batch * candidates, dtype=torch.float32)
+        self._room = GrownStruct.room(batch, growth.nodes)
         self.frontier, self.slots = roots_B[:, None], torch.zeros_like(roots_B)[:, None]
         self._at = _Growing(
             how.struct, torch.get_num_threads(), batch, how.columns, None if how.ids is None else how.ids.data_ptr(),

@@ -75,7 +75,7 @@ def look_up(
     assert history.stride(1) == 1, "the tokens of a text stand side by side"
     batch, positions, active = len(history), positions.contiguous(), active.contiguous()
     before = None if before is None else before.contiguous()
-    trees, scores = history.new_empty(2, batch, search.nodes), torch.empty(batch, search.nodes)
+    trees, scores = history.new_empty(2, batch, search.nodes), torch.empty(batch, search.nodes, dtype=torch.float32)
     sizes, depth = (_INT * batch)(), _INT()
     looking = _Looking(
         batch, history.stride(0), *search, history.data_ptr(), positions.data_ptr(),

@@ -49,7 +49,7 @@ def replace_by_gradient(
     Returns:
         Losses float32 [R]; int64 [R], 1 where the label has the highest logit.
     """
-    loss, correct = torch.empty(len(logits)), torch.empty(len(logits), dtype=torch.int64)
+    loss, correct = torch.empty(len(logits), dtype=torch.float32), torch.empty(len(logits), dtype=torch.int64)
     labels = labels.contiguous()
     at = [0, 0]
     if kind != "ce":

@@ -81,7 +81,7 @@ def gumbel(keys: Tensor, tokens: Tensor) -> Tensor:
     """Noise [B, V] float32 for keys [B] and token ids [V]; equals ``medusa.noise.gumbel_of`` up to the last bits."""
     if not reads_indices(keys, tokens):
         return noise.gumbel_of(keys[:, None], tokens)
-    keys, tokens, out = keys.contiguous(), tokens.contiguous(), torch.empty(len(keys), len(tokens))
+    keys, tokens, out = keys.contiguous(), tokens.contiguous(), torch.empty(len(keys), len(tokens), dtype=torch.float32)
     kernels().medusa_gumbel(len(keys), keys.data_ptr(), len(tokens), tokens.data_ptr(), out.data_ptr())
     return out
 

@@ -80,7 +80,7 @@ def build(rows: Sequence[Sequence[Node]]) -> Draft:
         torch.tensor([[node.parent for node in row] for row in full]),
         max(node.depth for row in rows for node in row),
         sizes=ragged(sizes),
-        scores=torch.tensor([[node.score for node in row] for row in full]),
+        scores=torch.tensor([[node.score for node in row] for row in full], dtype=torch.float32),
     )
 
 

@@ -122,9 +122,10 @@ class Completion:
         self._stop = tuple(params.stop)
         self._incremental = incremental or bool(self._stop)
         self._text = ""
-        self._before = list(before[-CONTEXT:])
-        if self._before and tokenizer.decode(self._before).endswith("\ufffd"):  # it ends inside a character
-            self._before = []
+        added = tokenizer.added_tokens_decoder if before else {}  # special ones are left out of texts
+        self._before = [token for token in before if token not in added or not added[token].special][-CONTEXT:]
+        while self._before and tokenizer.decode(self._before).endswith("\ufffd"):  # begins or ends inside a character
+            del self._before[0]
         self._window, self._read = 0, len(self._before)
         self._shown = 0
         self._begin = 0.0

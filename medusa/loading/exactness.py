@@ -8,14 +8,19 @@ import logging
 from collections.abc import Iterable, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from medusa.base.model import BaseModel
 from medusa.cache import CachedSequence
+from medusa.cpu.int8 import Int8Linear
+from medusa.cpu.native import NativeLinear
+from medusa.cpu.packed import PackedEmbedding, PackedLinear
 from medusa.tree import Draft
 
 logger = logging.getLogger(__name__)
 
+OURS = (nn.Embedding, NativeLinear, PackedLinear, PackedEmbedding, Int8Linear)
+"""Layers with matrices whose rows are equal whatever stands beside them."""
 LENGTH = 140
 """Tokens of the text, fewer if the context is shorter; more than a block of keys in the exact attention."""
 TREE_PARENTS = (0, 0, 0, 2, 2, 4, 3)
@@ -42,6 +47,9 @@ def _known(base: BaseModel) -> str | None:
     if base.explicit_mask or base.attention.name != "exact":
         how = "gets its masks with each call" if base.explicit_mask else f"is {base.attention.name}"
         return f"its attention {how}, whose sums depend on where keys stand"
+    for name, module in base.model.named_modules() if not base.fused else ():
+        if not isinstance(module, OURS) and any(weight.dim() > 1 for weight in module.parameters(recurse=False)):
+            return f"torch computes {name} ({type(module).__name__}), and its sums depend on the number of rows"
     return None
 
 

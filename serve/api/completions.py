@@ -30,7 +30,7 @@ async def complete(service: Service, body: CompletionRequest, client: str) -> Re
     constraint = await constraint_of(service, body)
     if body.logprobs is not None:
         await service.aside(service.texts.prepare)
-    texts, prompts = await service.aside(_encode, service, body.prompt)
+    texts, prompts = await service.aside(_encode, service, body)
     told = body.logprobs if body.echo else None
     wanted = Wanted(
         prompts,
@@ -51,10 +51,10 @@ class _Text:
     """See ``Choice``."""
 
     def __init__(self, service: Service, body: CompletionRequest, asked: Asked) -> None:
-        texts, self._prompt, self._echo = service.texts, list[int](), ""
-        if body.echo:
-            self._prompt, self._echo = asked.prompt, texts.decode(asked.prompt) if asked.text is None else asked.text
-        self._logprobs = Logprobs(texts.token, body.logprobs, texts.special, self._echo)
+        texts = service.texts
+        self._prompt, self._echo = (asked.prompt, asked.text or "") if body.echo else ([], "")
+        own = texts.decode if asked.text is None else None
+        self._logprobs = Logprobs(texts.token, body.logprobs, texts.special, self._echo, own)
 
     def whole(self, output: Output) -> dict[str, Any]:
         told = self._told(output.tokens, output.logprobs, output.prompt_logprobs)
@@ -88,14 +88,15 @@ def _choice(text: str, reason: str | None = None, logprobs: dict[str, Any] | Non
     return {"text": text, "logprobs": logprobs, "finish_reason": reason}
 
 
-def _encode(service: Service, prompt: Any) -> tuple[list[str | None], list[list[int]]]:
+def _encode(service: Service, body: CompletionRequest) -> tuple[list[str | None], list[list[int]]]:
     """Text of every prompt, None if it was sent as token ids, and its token ids.
 
     Raises:
         ApiError: There is no prompt.
     """
+    prompt: Any = body.prompt
     if prompt == []:
         raise refused("prompt (an empty list) holds nothing to complete; give at least one prompt", "prompt")
     prompts = [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
-    texts = [one if isinstance(one, str) else None for one in prompts]
+    texts = [one if isinstance(one, str) else service.texts.decode(one) if body.echo else None for one in prompts]
     return texts, [service.texts.encode(one) if isinstance(one, str) else list(one) for one in prompts]

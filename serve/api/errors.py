@@ -129,5 +129,5 @@ def handle_errors(app: FastAPI) -> None:
         return as_api_error(error).response()
 
     engine = (BusyError, LateError, StoppingError, EngineError, UnknownModelError)
-    for kind in (*engine, ApiError, RequestValidationError, HTTPException, Exception):
+    for kind in (*engine, ApiError, RequestValidationError, HTTPException, ValueError, Exception):
         app.add_exception_handler(kind, answer)

@@ -18,6 +18,7 @@ class Logprobs:
         most: Number of alternatives per token; None = no log-probabilities.
         special: Tokens that a completion's text leaves out.
         echo: The prompt, if the text begins with it.
+        own: Decodes the first token, if the completion is a text of its own.
     """
 
     def __init__(
@@ -26,8 +27,9 @@ class Logprobs:
         most: int | None,
         special: Collection[int] = (),
         echo: str = "",
+        own: Callable[[Sequence[int]], str] | None = None,
     ) -> None:
-        self._token, self._most, self._special, self._echo = token, most, special, echo
+        self._token, self._most, self._special, self._echo, self._own = token, most, special, echo, own
         self._offset, self._decoder = 0, codecs.getincrementaldecoder("utf-8")("replace")
 
     def chat(
@@ -67,10 +69,10 @@ class Logprobs:
         text, raw = self._token(token)
         if token in self._special and not self._echo.startswith(text, self._offset):
             return 0
-        width = len(self._decoder.decode(raw))
-        if self._echo and not self._offset and text.startswith(" ") and not self._echo.startswith(" "):
-            return width - 1  # SentencePiece puts a space in front of a text
-        return width
+        width, shown = len(self._decoder.decode(raw)), self._echo[self._offset : self._offset + 1]
+        if self._own is not None and not self._offset:
+            shown = self._own([token])
+        return width - (text.startswith(" ") and shown[:1] not in ("", " "))  # SentencePiece may leave out a space
 
     def _top(self, token: int, entry: TokenLogprob) -> dict[str, float]:
         """The most likely tokens, and the written one."""

@@ -12,7 +12,7 @@ from medusa.serve.api.messages import Content, Message, ResponseFormat, Tool
 
 Number = StrictInt | StrictFloat
 Stop = Annotated[str, Field(max_length=1024)]
-Token = Annotated[StrictInt, Field(ge=0)]
+Token = Annotated[StrictInt, Field(ge=0, lt=2**31)]
 Seed = Annotated[StrictInt, Field(ge=-(2**63), lt=2**63)]
 
 

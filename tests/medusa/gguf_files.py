@@ -14,7 +14,18 @@ SIZES = {
 
 
 def write_file(
-    path, family, config_class, tokenizer, kind="Q4_1", without=(), extra=(), wrong=None, seed=0, sizes=(), blocks=None
+    path,
+    family,
+    config_class,
+    tokenizer,
+    kind="Q4_1",
+    without=(),
+    extra=(),
+    wrong=None,
+    seed=0,
+    sizes=(),
+    blocks=None,
+    describe=None,
 ):
     """Write a random model; returns the file's path.
 
@@ -29,6 +40,7 @@ def write_file(
         wrong: Sizes that the file promises in place of ``SIZES``.
         seed: Of the weights.
         sizes: Other sizes than ``SIZES``.
+        describe: Adds to the header.
         blocks: Gives the blocks of a matrix and their type, from its name and numbers; None = all are of ``kind``.
     """
     torch.manual_seed(seed)
@@ -57,6 +69,8 @@ def write_file(
     writer.add_token_merges(["a b"])
     writer.add_eos_token_id(0)
     writer.add_chat_template(tokenizer.chat_template)
+    if describe:
+        describe(writer)
     weights = model.state_dict()
     names = get_gguf_hf_weights_map(model, TENSOR_PROCESSORS.get(family, TensorProcessor)())
     for name, own in names.items():

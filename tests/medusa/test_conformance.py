@@ -46,6 +46,9 @@ LATENT = {
 }  # fmt: skip
 
 FAMILIES = {
+    "afmoe": WINDOW
+    | EXPERTS
+    | {"num_dense_layers": 1, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
     "arcee": {},
     "cohere": {"logit_scale": 0.5},
     "cohere2": WINDOW | {"logit_scale": 0.5},
@@ -65,6 +68,7 @@ FAMILIES = {
     "gpt_oss": WINDOW | EXPERTS | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
     "gptj": GPT | {"rotary_dim": 4},
     "granite": {"logits_scaling": 2.0},
+    "hyperclovax": {"logits_scaling": 0.5},
     "llama": {},
     "llama4_text": EXPERTS | CHUNKS,
     "ministral3": {"rope_parameters": STRETCHED},
@@ -72,6 +76,7 @@ FAMILIES = {
     "mixtral": EXPERTS,
     "mpt": {"d_model": 32, "n_heads": 4, "n_layers": 3, "max_seq_len": 128},
     "nemotron": {},
+    "olmo": {"clip_qkv": 0.5},
     "olmo2": {},
     "olmo3": WINDOW,
     "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
@@ -90,7 +95,7 @@ FAMILIES = {
     "stablelm": {},
     "starcoder2": WINDOW,
 }
-SINGLE = ("deepseek_v3", "gpt_oss", "mixtral", "phimoe", "qwen2_moe", "qwen3_moe")
+SINGLE = ("afmoe", "deepseek_v3", "gpt_oss", "mixtral", "phimoe", "qwen2_moe", "qwen3_moe")
 """Grouped products of experts know no float64."""
 EXPLICIT_MASK = ("falcon", "gptj", "mpt", "nemotron", "stablelm")
 GATHERED = ("deepseek_v3",)
@@ -104,8 +109,8 @@ FUSED = (
 REFUSED = ("bloom", "mamba")
 """tests/medusa/test_self_test.py"""
 WINDOWED = (
-    "cohere2", "exaone4", "gemma3_text", "gemma4_text", "gpt_oss", "mistral", "olmo3", "phi3", "phimoe", "qwen2_moe",
-    "starcoder2",
+    "afmoe", "cohere2", "exaone4", "gemma3_text", "gemma4_text", "gpt_oss", "mistral", "olmo3", "phi3", "phimoe",
+    "qwen2_moe", "starcoder2",
 )  # fmt: skip
 REFERENCE_DOES: dict[str, dict[str, tuple[str, ...]]] = {
     "reference": {},

@@ -9,7 +9,7 @@ from medusa.base.documents import document_rows
 from medusa.loading.separation import choose_separation
 from tests.medusa.test_conformance import DOCUMENT, FAMILIES, SINGLE, tiny
 
-NEEDS = dict.fromkeys(("falcon", "gpt_oss", "mpt", "opt", "opt-350m"), "masks") | {"llama4_text": "rows"}
+NEEDS = dict.fromkeys(("afmoe", "falcon", "gpt_oss", "mpt", "opt", "opt-350m"), "masks") | {"llama4_text": "rows"}
 """Families whose own masks do not know packed documents."""
 LENGTHS = ((5, 20, 1, 22), (17, 31))
 """Documents of two rows, longer than the windows of the families."""

@@ -40,12 +40,9 @@ def test_prompt_lookup_saves_steps_without_any_heads(base):
         layer.self_attn.o_proj.weight.data.zero_()
     model = MedusaModel(BaseModel(blind, base.tokenizer))
     plain = model.generate("a", max_new_tokens=90, nodes=1)
-    for looked_up in (
-        model.generate("a", max_new_tokens=90, drafter="prompt-lookup"),
-        model.generate("a", max_new_tokens=90),
-    ):
-        assert looked_up.tokens == plain.tokens
-        assert looked_up.steps < plain.steps / 1.5
+    looked_up = model.generate("a", max_new_tokens=90, drafter="prompt-lookup", nodes=8)
+    assert looked_up.tokens == plain.tokens
+    assert looked_up.steps < plain.steps / 1.5
 
 
 def test_typical_acceptance_takes_more_and_says_what_it_is(base, make_heads):

@@ -6,9 +6,10 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import huggingface_hub
+import numpy as np
 import pytest
 import torch
-from gguf import GGUFReader
+from gguf import GGUFReader, RopeScalingType
 from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
 from safetensors import SafetensorError
 from transformers import (
@@ -19,13 +20,14 @@ from transformers import (
     Qwen2Config,
     Qwen3MoeConfig,
 )
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from medusa import BaseModel, MedusaModel, SamplingParams
 from medusa.base import gguf, gguf_convert, gguf_names, gguf_reading, gguf_tensors, on_hub
 from medusa.base.names import resolve_base
 from medusa.cpu.gguf_types import KINDS
 from medusa.serve.server import main
-from tests.medusa.gguf_files import write_file
+from tests.medusa.gguf_files import SIZES, write_file
 
 FAMILIES = {"llama": LlamaConfig, "qwen2": Qwen2Config, "gemma3": Gemma3TextConfig, "qwen3moe": Qwen3MoeConfig}
 
@@ -259,10 +261,65 @@ def test_a_file_without_what_its_config_promises_is_one_error(sizes, reason, cac
 
 
 def test_what_transformers_leaves_out_is_said(tokenizer, tmp_path, caplog):
-    file = write_file(tmp_path / "small.gguf", "llama", LlamaConfig, tokenizer, extra=["rope_freqs.weight"])
+    file = write_file(tmp_path / "small.gguf", "llama", LlamaConfig, tokenizer, extra=["other.weight"])
     gguf_convert.convert(file, tmp_path / "base")
-    assert "small.gguf: transformers leaves out rope_freqs.weight; texts may differ" in caplog.text
+    assert "small.gguf: transformers leaves out other.weight; texts may differ" in caplog.text
     check(tmp_path / "base", expanded(file))
+
+
+@pytest.mark.parametrize(
+    ("how", "scaling"),
+    [
+        ("linear", {"rope_type": "linear", "factor": 4.0}),
+        ("yarn", {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}),
+        ("llama3", {
+            "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        }),
+    ],
+)  # fmt: skip
+def test_positions_turn_as_the_file_says(how, scaling, tokenizer, tmp_path):
+    config = LlamaConfig(**SIZES, max_position_embeddings=256, rope_parameters={"rope_theta": 10_000.0, **scaling})
+    expected, attention = ROPE_INIT_FUNCTIONS[how](config, "cpu")
+
+    def describe(writer):
+        if how == "llama3":
+            plain = 10_000.0 ** -(torch.arange(0, 16, 2) / 16)
+            return writer.add_tensor("rope_freqs.weight", (plain / expected).numpy())
+        writer.add_rope_scaling_type(RopeScalingType(how))
+        writer.add_rope_scaling_factor(4.0)
+        return writer.add_rope_scaling_orig_ctx_len(64) if how == "yarn" else None
+
+    file = write_file(tmp_path / "small.gguf", "llama", LlamaConfig, tokenizer, describe=describe)
+    gguf_convert.convert(file, tmp_path / "base")
+    rotary = gguf.load(tmp_path / "base", torch.float32, expand=True).model.rotary_emb
+    assert rotary.rope_type == how and rotary.attention_scaling == pytest.approx(attention)
+    torch.testing.assert_close(rotary.inv_freq, expected, rtol=1e-3, atol=0)
+
+
+def test_positions_that_turn_in_an_unknown_way_are_refused(tokenizer, tmp_path):
+    def describe(writer):
+        writer.add_tensor("rope_freqs.weight", np.linspace(1, 9, 8, dtype=np.float32))
+
+    file = write_file(tmp_path / "small.gguf", "llama", LlamaConfig, tokenizer, describe=describe)
+    with pytest.raises(ValueError, match="rope_freqs are not those of a Llama 3"):
+        gguf_convert.convert(file, tmp_path / "base")
+
+
+def test_an_answer_ends_where_a_turn_does(tokenizer, tmp_path):
+    file = write_file(
+        tmp_path / "small.gguf", "llama", LlamaConfig, tokenizer, describe=lambda writer: writer.add_eot_token_id(7)
+    )
+    assert BaseModel.load(file, device="cpu").eos_ids == {0, 7}
+
+
+def test_a_lost_file_of_converted_weights_is_named(file, tmp_path, monkeypatch):
+    monkeypatch.setattr(gguf_convert, "SHARD", 20_000)
+    gguf_convert.convert(file, tmp_path / "base")
+    *_, last = sorted((tmp_path / "base").glob(gguf.WEIGHTS))
+    last.unlink()
+    with pytest.raises(ValueError, match=r"base\) lack .*; remove that directory and load again"):
+        gguf.load(tmp_path / "base", torch.bfloat16, expand=False)
 
 
 def test_a_full_disk_is_one_error_and_nothing_is_kept(file, cache, monkeypatch):

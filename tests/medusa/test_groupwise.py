@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from medusa import BaseModel, HeadsConfig, MedusaModel, build_heads
 from medusa.base import groupwise
-from medusa.base.group_layouts import LAYOUTS, Grouped
+from medusa.base.group_layouts import LAYOUTS, Grouped, Layout, read_layer
 from medusa.cpu.native import NativeLinear, available, expands_quickly, use_kernels
 from medusa.cpu.packed import Packed, PackedLinear
 from medusa.loading.self_test import choose_decoding, fuse
@@ -312,3 +312,10 @@ def test_a_dry_run_plans_for_it(case, bits, checkpoint, capsys):
     for more, held in (([], bits if expands_quickly() else 16), (["--device-memory", "80GB"], 4 if bits == 5 else 8)):
         assert main(["--dry-run", "--base", str(directory), *more]) == 0
         assert f"{held} bits a weight" in capsys.readouterr().out
+
+
+def test_a_last_group_may_be_shorter():
+    numbers, scales = torch.full((4, 192), 10, dtype=torch.uint8), torch.tensor([[1.0, 2.0]]).expand(4, 2)
+    layout = Layout(("numbers",), lambda *_: Grouped(8, numbers, scales, torch.zeros(4, 2)), lambda _: [])
+    weight = read_layer(layout, {"numbers": numbers}, 4, 192, {"bits": 8, "group_size": 128})
+    assert weight.expand(torch.float32)[0].tolist() == [10.0] * 128 + [20.0] * 64

@@ -6,7 +6,7 @@ import dataclasses
 import pytest
 import torch
 
-from medusa import BaseModel, HeadsConfig, build_heads
+from medusa import BaseModel, HeadsConfig, MedusaModel, build_heads
 from medusa.cpu.native import available
 from medusa.drafters.heads import Floors, HeadsDrafter
 from medusa.heads.frozen import freeze
@@ -106,3 +106,16 @@ def test_heads_that_overflow_give_trees_too():
     assert draft.tokens.min() >= 0 and draft.tokens.max() < 50
     assert bool((draft.parents[:, 1:] < torch.arange(1, draft.tokens.shape[1])).all())
     assert not draft.scores[draft.scores > -1e3].isnan().any()
+
+
+def test_the_default_dtype_of_another_thread_is_not_that_of_the_kernels(base, make_heads):
+    """transformers changes it while it makes a model, for all threads; what kernels write must keep its size."""
+    model = MedusaModel(base, make_heads())
+    options = {"max_new_tokens": 40, "nodes": 16, "drafter": "hybrid", "temperature": 0.9, "seed": 1}
+    expected = model.generate("abcabc", **options)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        found = model.generate("abcabc", **options)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert (found.tokens, found.steps) == (expected.tokens, expected.steps)

@@ -81,8 +81,14 @@ def test_cached_hidden_states_give_the_same_losses(finished: Path, recipe: Path,
     assert_same_run(tmp_path, finished, tolerance=1e-5)
 
 
-def test_mixed_steps_resume_inside_a_block(recipe: Path, tmp_path: Path, interrupted_at: Acting) -> None:
-    values = {"optim.mix_steps": 0, "cache.mode": "offline", "data.heldout": "", "optim.steps": 7}
+@pytest.mark.parametrize(
+    "mixing",
+    [pytest.param({"optim.mix_steps": 5}, marks=pytest.mark.slow), {"optim.mix_steps": 0, "cache.mode": "offline"}],
+)
+def test_mixed_steps_resume_inside_a_block(
+    recipe: Path, tmp_path: Path, interrupted_at: Acting, mixing: dict[str, object]
+) -> None:
+    values = {**mixing, "data.heldout": "", "optim.steps": 7}
     assert run(recipe, tmp_path / "whole", **values) == 0
     with interrupted_at(5):
         assert run(recipe, tmp_path / "parts", **values) == 130

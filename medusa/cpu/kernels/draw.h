@@ -151,7 +151,7 @@ class Draw {
         if (at.min_p > 0) floor = std::max(floor, std::log(at.min_p));
         while (true) {
             const int64_t best = winner(key, floor, likeliest);
-            if (at.top_p >= 1 || best == likeliest || scores[best] == 0 || mass(scores[best], true) < at.top_p * all) return best;
+            if (at.top_p >= 1 || scores[best] == 0 || mass(scores[best], true) < at.top_p * all) return best;
             floor = std::nextafter(scores[best], 0.f);
         }
     }

@@ -53,7 +53,8 @@ class Base:
         self.hidden_size: int = getattr(self.config, "word_embed_proj_dim", None) or self.config.hidden_size
         self.spans: dict[int | None, Span] = {}  # windows by layer, see ``find_spans``
         scale, scaling = (getattr(self.config, name, None) or 1.0 for name in ("logit_scale", "logits_scaling"))
-        self._scale, self._cap = scale / scaling, getattr(self.config, "final_logit_softcapping", None)
+        self._scale = scale * scaling if self.config.model_type == "hyperclovax" else scale / scaling
+        self._cap = getattr(self.config, "final_logit_softcapping", None)
 
     def find_spans(self) -> None:
         """Get the windows of the layers from transformers; raises ValueError for other kinds of masks."""
