@@ -178,6 +178,22 @@ def test_a_server_that_goes_down_lets_requests_end(speaker):
             await taken(engine, [5, 6], LONG)
         output = await complete(running)
         await stopping
+        for late in (lambda: taken(engine, [5, 6], LONG), lambda: engine.call(lambda: None)):
+            with pytest.raises(StoppingError):  # whose encoding took until now
+                await asyncio.wait_for(late(), 5)
         return output
 
     assert len(asyncio.run(scenario()).tokens) == 60
+
+
+def test_requests_that_wait_keep_heads_that_are_removed(speaker, make_heads):
+    async def scenario(engine):
+        more = speaker.with_heads({"other": make_heads()})
+        await engine.call(lambda: engine.use(more))
+        running = await taken(engine, [5, 6], LONG)
+        waiting = await taken(engine, [5, 6], LONG, Speculation("heads", nodes=4, heads="other"))
+        await engine.call(lambda: engine.use(speaker))
+        return [(await complete(ticket)).tokens for ticket in (running, waiting)]
+
+    one, other = run(speaker, scenario, EngineSettings(cache_tokens=16_384, max_batch=1))
+    assert one == other and len(one) == 60
