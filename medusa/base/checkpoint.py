@@ -20,6 +20,7 @@ from medusa.clock import limit_threads, machine_memory
 from medusa.cpu.int8 import round_linears
 from medusa.cpu.native import DTYPES, available, expands_quickly, use_kernels
 from medusa.cpu.packed import DTYPE as PACKED_DTYPE
+from medusa.files import cache_directory
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +91,9 @@ def read_checkpoint(
                 model = model.to(device)
             tokenizer = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
-        raise ValueError(f"base ({name}) cannot be loaded: {error}; give another path, or a Hub id") from error
+        kept = Path(path).is_relative_to(cache_directory())
+        remedy = f"remove {path}, which is made again" if kept else "give another path, or a Hub id"
+        raise ValueError(f"base ({name}) cannot be loaded: {error}; {remedy}") from error
     if adapter:
         model = apply_adapter(model, adapter, merge=not quantised)
     if int8:

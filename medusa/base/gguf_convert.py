@@ -13,11 +13,12 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoTokenizer, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from medusa.base.gguf_config import ends_of
 from medusa.base.gguf_reading import Reading, tensors_of
 from medusa.base.gguf_tensors import SLICE, Stored, stored_tensors
+from medusa.base.gguf_tokenizer import read_tokenizer
 from medusa.cpu.gguf_types import KINDS
 from medusa.cpu.packed import DTYPE, PANEL, Packed, held_bits
 
@@ -44,7 +45,7 @@ def convert(file: Path, directory: Path, expanded: bool = False) -> str:
     """
     with _one_error(file), _read_once():
         reading = Reading(file, DTYPE)
-        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+        tokenizer = read_tokenizer(file)
         whole = None if reading.singly() and not expanded else reading.whole()
     model = whole or reading.outline
     model.generation_config.eos_token_id = ends_of(reading.header, tokenizer)

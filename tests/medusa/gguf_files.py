@@ -26,6 +26,7 @@ def write_file(
     sizes=(),
     blocks=None,
     describe=None,
+    controls=(),
 ):
     """Write a random model; returns the file's path.
 
@@ -41,13 +42,16 @@ def write_file(
         seed: Of the weights.
         sizes: Other sizes than ``SIZES``.
         describe: Adds to the header.
+        controls: Further control tokens.
         blocks: Gives the blocks of a matrix and their type, from its name and numbers; None = all are of ``kind``.
     """
     torch.manual_seed(seed)
     blocks = blocks or (lambda name, numbers: (quantize(numbers, GGMLQuantizationType[kind]), kind))
     letters = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
     sizes = SIZES | dict(sizes)
-    model = AutoModelForCausalLM.from_config(config_class(vocab_size=len(letters) + 1, initializer_range=0.1, **sizes))
+    model = AutoModelForCausalLM.from_config(
+        config_class(vocab_size=len(letters) + 1 + len(controls), initializer_range=0.1, **sizes)
+    )
     sizes |= wrong or {}
     writer = GGUFWriter(path, family)
     writer.add_context_length(256)
@@ -64,8 +68,8 @@ def write_file(
     writer.add_expert_count(sizes["num_experts"])
     writer.add_expert_used_count(sizes["num_experts_per_tok"])
     writer.add_tokenizer_model("gpt2")
-    writer.add_token_list([*letters, "ab"])
-    writer.add_token_types([3] + [1] * len(letters))
+    writer.add_token_list([*letters, "ab", *controls])
+    writer.add_token_types([3] + [1] * len(letters) + [3] * len(controls))
     writer.add_token_merges(["a b"])
     writer.add_eos_token_id(0)
     writer.add_chat_template(tokenizer.chat_template)

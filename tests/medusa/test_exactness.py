@@ -22,6 +22,7 @@ from medusa.sampling import SamplingParams
 from medusa.tree import Draft
 from tests.medusa.attention_cases import FEATURES, MIXED, Case, make, path
 from tests.medusa.passes import prefill
+from tests.medusa.test_conformance import tiny
 
 CPU = torch.device("cpu")
 HALF, SINGLE = torch.bfloat16, torch.float32
@@ -158,6 +159,10 @@ def test_a_row_of_a_tree_is_the_row_of_its_path(exact, case, dtype):
                 key=layer.key.flatten(0, 1)[places][None], value=layer.value.flatten(0, 1)[places][None],
             )  # fmt: skip
             assert torch.equal(alone.run(exact)[-1], outputs[sequence][node])
+
+
+def test_layers_that_torch_computes_are_not_exact():
+    assert "Conv1D" in str(exactness._known(tiny("gpt2", "exact")[0]))
 
 
 def test_threads_change_nothing(exact):

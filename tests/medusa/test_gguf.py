@@ -306,6 +306,17 @@ def test_positions_that_turn_in_an_unknown_way_are_refused(tokenizer, tmp_path):
         gguf_convert.convert(file, tmp_path / "base")
 
 
+def test_control_tokens_keep_their_ids(tokenizer, tmp_path):
+    """As DeepSeek spells them: with characters that byte-level vocabularies do not have."""
+    controls = ["<\uff5cUser\uff5c>", "<\uff5cAssistant\uff5c>"]
+    file = write_file(tmp_path / "small.gguf", "llama", LlamaConfig, tokenizer, controls=controls)
+    base, first = BaseModel.load(file, device="cpu"), len(tokenizer) + 1
+    assert base.tokenizer.convert_tokens_to_ids(controls) == [first, first + 1]
+    ids = base.tokenizer("<\uff5cUser\uff5c>ab<\uff5cAssistant\uff5c>").input_ids
+    assert (ids[0], ids[-1]) == (first, first + 1) and base.vocab_size == first + 2
+    assert base.tokenizer.decode(ids, skip_special_tokens=True) == "ab"
+
+
 def test_an_answer_ends_where_a_turn_does(tokenizer, tmp_path):
     file = write_file(
         tmp_path / "small.gguf", "llama", LlamaConfig, tokenizer, describe=lambda writer: writer.add_eot_token_id(7)
@@ -320,6 +331,15 @@ def test_a_lost_file_of_converted_weights_is_named(file, tmp_path, monkeypatch):
     last.unlink()
     with pytest.raises(ValueError, match=r"base\) lack .*; remove that directory and load again"):
         gguf.load(tmp_path / "base", torch.bfloat16, expand=False)
+
+
+def test_a_damaged_conversion_is_named(file):
+    directory = Path(gguf.locate(str(file)))
+    kept = (directory / "config.json").read_bytes()
+    (directory / "config.json").write_bytes(b"")
+    with pytest.raises(ValueError, match=f"remove {re.escape(str(directory))}, which is made again"):
+        BaseModel.load(file, device="cpu")
+    (directory / "config.json").write_bytes(kept)
 
 
 def test_a_full_disk_is_one_error_and_nothing_is_kept(file, cache, monkeypatch):
