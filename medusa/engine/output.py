@@ -123,10 +123,10 @@ class Completion:
         self._incremental = incremental or bool(self._stop)
         self._text = ""
         added = tokenizer.added_tokens_decoder if before else {}  # special ones are left out of texts
-        self._before = [token for token in before if token not in added or not added[token].special][-CONTEXT:]
-        while self._before and tokenizer.decode(self._before).endswith("\ufffd"):  # begins or ends inside a character
-            del self._before[0]
-        self._window, self._read = 0, len(self._before)
+        self._decoded = [token for token in before if token not in added or not added[token].special][-CONTEXT:]
+        while self._decoded and tokenizer.decode(self._decoded).endswith("\ufffd"):  # it begins or ends in a character
+            del self._decoded[0]
+        self._window, self._read = 0, len(self._decoded)
         self._shown = 0
         self._begin = 0.0
 
@@ -156,6 +156,7 @@ class Completion:
         output.accepted[len(tokens) - 1] += 1
         for index, token in enumerate(tokens):
             output.tokens.append(token)
+            self._decoded.append(token)
             output.drafted.append(index < len(tokens) - 1)
             if token in self._eos_ids:
                 output.finish_reason = "eos"
@@ -189,7 +190,7 @@ class Completion:
 
     def _decode(self, final: bool) -> None:
         """Append the text of new tokens, once it no longer ends inside a character."""
-        tokens, decode = self._before + self.output.tokens, self._tokenizer.decode
+        tokens, decode = self._decoded, self._tokenizer.decode
         before = decode(tokens[self._window : self._read], skip_special_tokens=True)
         after = decode(tokens[self._window :], skip_special_tokens=True)
         if len(after) > len(before) and (final or not after.endswith("\ufffd")):

@@ -58,7 +58,7 @@ def test_a_completion_goes_on_from_text_and_an_answer_is_a_text_of_its_own(base,
     cut = ids[: 1 + ids.index(base.tokenizer.convert_tokens_to_ids("<0xF0>"))]  # inside a character
     after = model.batch()
     request = after.add(cut, continues=True)
-    assert request.completion._before == []
+    assert request.completion._decoded == []
     after.remove(request)
 
 
