@@ -30,6 +30,7 @@ Result = TypeVar("Result")
 
 MEMORY = 0.4
 """Default share of the memory for the KV cache."""
+STOPPING = "the server is shutting down; ask another one"
 IDLE = 0.25
 """Most seconds that an idle engine sleeps before it checks the time."""
 
@@ -90,7 +91,7 @@ class Engine:
         """Submit a request; the ticket reports whether it is accepted."""
         ticket = Ticket(asked, self._cancel)
         if self._stopping:  # the thread may have ended
-            error = StoppingError("the server is shutting down; ask another one")
+            error = StoppingError(STOPPING)
             self.metrics.refused(error)
             ticket.put(error)
             return ticket
@@ -106,7 +107,7 @@ class Engine:
             StoppingError: The server is shutting down.
         """
         if self._stopping:
-            raise StoppingError("the server is shutting down; ask another one")
+            raise StoppingError(STOPPING)
         return await self._call(function)
 
     async def _call(self, function: Callable[[], Result]) -> Result:

@@ -193,6 +193,11 @@ class BaseModel:
         ids = self.tokenizer.eos_token_id if ids is None else ids
         return frozenset([] if ids is None else [ids] if isinstance(ids, int) else ids)
 
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        """Token ids that are left out of texts."""
+        return frozenset(number for number, token in self.tokenizer.added_tokens_decoder.items() if token.special)
+
     @property
     def lm_head_weight(self) -> Tensor:
         """[V, D] weight of the output layer."""

@@ -8,6 +8,7 @@ batch.remove(request)     a request leaves, and frees its blocks of the KV cache
 """
 
 from collections.abc import Sequence
+from itertools import islice
 
 from medusa.acceptance import BuiltRule, build_rule
 from medusa.base.context import context_note
@@ -20,7 +21,7 @@ from medusa.engine.constraint import Constraint
 from medusa.engine.graph import StepGraphs
 from medusa.engine.logprobs import LogprobReader
 from medusa.engine.mixed import compose
-from medusa.engine.output import Completion, Piece
+from medusa.engine.output import CONTEXT, Completion, Piece
 from medusa.engine.prefill import Chunk, advance
 from medusa.engine.request import Request
 from medusa.engine.scheduler import Scheduler
@@ -119,7 +120,8 @@ class Batch:
         params, speculation = (params or SamplingParams()).seeded(), speculation or Speculation()
         rule = self.check(prompt, params, speculation)
         room = base.context_length - len(prompt)
-        before = prompt if continues else ()
+        said = (token for token in reversed(prompt) if token not in base.special_ids)
+        before = list(islice(said, CONTEXT))[::-1] if continues else []
         completion = Completion(base.tokenizer, len(prompt), params, room, base.eos_ids, incremental, before)
         self._added += 1
         observers = self._drafters.observers(speculation)

@@ -96,7 +96,7 @@ class Completion:
         eos_ids: Tokens that end the completion.
         incremental: Decode text token by token, for streaming. Otherwise the text is decoded once, at the end, unless
             there are stop strings to find: decoding text costs about as much as a layer of a small model.
-        before: Tokens that the text goes on from.
+        before: The last tokens of the text that this one goes on from, without special ones.
     """
 
     def __init__(
@@ -122,8 +122,7 @@ class Completion:
         self._stop = tuple(params.stop)
         self._incremental = incremental or bool(self._stop)
         self._text = ""
-        added = tokenizer.added_tokens_decoder if before else {}  # special ones are left out of texts
-        self._decoded = [token for token in before if token not in added or not added[token].special][-CONTEXT:]
+        self._decoded = list(before)
         while self._decoded and tokenizer.decode(self._decoded).endswith("\ufffd"):  # it begins or ends in a character
             del self._decoded[0]
         self._window, self._read = 0, len(self._decoded)

@@ -32,7 +32,7 @@ class Texts:
         self.tokenizer: Any = deepcopy(base.tokenizer)
         self._name, self._context, self._grammars = name, base.context_length, grammars
         self.token = lru_cache(maxsize=1 << 16)(self._token)
-        self.special = frozenset(n for n, token in self.tokenizer.added_tokens_decoder.items() if token.special)
+        self.special = base.special_ids
 
     def encode(self, text: str, special: bool = True) -> list[int]:
         """Token ids of a text."""
