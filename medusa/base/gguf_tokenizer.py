@@ -1,7 +1,6 @@
 """The tokenizer of a GGUF file, as transformers reads it, with every token under its own id."""
 
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,7 @@ def read_tokenizer(file: Path) -> PreTrainedTokenizerBase:
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-    path = os.path.join(file.parent, file.name)  # noqa: PTH118 - as transformers names it: it is not read again
-    told = load_gguf_checkpoint(path, return_tensors=False)["tokenizer"]
+    told = load_gguf_checkpoint(str(file), return_tensors=False)["tokenizer"]
     kinds = dict(enumerate(told.get("token_type") or ()))
     wrong = {
         number: name
