@@ -20,6 +20,7 @@ NORMS = (
     ("input_layernorm", None, "post_attention_layernorm", None),
     ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
     (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
+    ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
 )
 """Names of a layer's norms: before and after attention, before and after the MLP."""
 ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "q_norm", "k_norm"}
@@ -164,6 +165,28 @@ def rotaries_of(decoder: Any) -> tuple[list[Rotary], list[int]]:
         for kind, layer in zip(types, decoder.layers, strict=True)
     ]
     return rotaries, of_layer
+
+
+@torch.no_grad()
+def turns_pairs(decoder: Any, rotary: Rotary) -> bool:
+    """Whether positions turn neighbours of a head (GLM, ERNIE) and not a number of each half, found by a quarter turn.
+
+    Raises:
+        UnusualBlockError: They do something else.
+    """
+    attention = decoder.layers[0].self_attn
+    turn = getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)
+    if turn is None:
+        return False
+    rotated = rotary.tables(1, decoder.norm.weight)[0].shape[1]
+    head, angles = torch.arange(1.0, attention.head_dim + 1).view(1, 1, 1, -1), torch.zeros(1, 1, rotated)
+    turned, (first, rest) = turn(head, head, angles, angles + 1)[0], head.tensor_split([rotated], -1)
+    left, right = first.chunk(2, -1)
+    if torch.equal(turned, torch.cat([-right, left, rest], -1)):
+        return False
+    if torch.equal(turned, torch.cat([torch.stack([-first[..., 1::2], first[..., ::2]], -1).flatten(-2), rest], -1)):
+        return True
+    raise UnusualBlockError("its positions turn heads in another way")
 
 
 @torch.no_grad()

@@ -15,6 +15,7 @@ from medusa.base.usual_block import (
     query_scales_of,
     rotaries_of,
     shape_of,
+    turns_pairs,
 )
 from medusa.cache import BlockPool
 from medusa.cpu import native
@@ -79,6 +80,7 @@ class FusedPass:
         self._int8 = isinstance(layers[0].mlp.down_proj, Int8Linear)
         self._blocks = (Block * len(layers))(*[self._read(layer) for layer in layers])
         self._rotaries, kinds = rotaries_of(decoder)
+        self._shape["pairs"] = turns_pairs(decoder, self._rotaries[0])
         for place, layer in enumerate(taps):
             self._blocks[layer - 1].tap = (1 + place) * self._shape["hidden"]
         for index, block in enumerate(self._blocks):

@@ -37,7 +37,7 @@ class Pass(ctypes.Structure):
             (name, _INT)
             for name in (
                 "number_type", "int8", "threads", "batch", "hidden", "inner", "heads", "kv_heads", "dim", "rotated",
-                "layers", "width", "context", "rounds_once", "gelu", "wide_angles",
+                "layers", "width", "context", "rounds_once", "gelu", "wide_angles", "pairs",
             )
         ],
         *[(name, _FLOAT) for name in ("epsilon", "offset", "scaling", "softcap", "residual", "multiplier")],

@@ -26,6 +26,7 @@ from medusa.base.usual_block import (
     query_scales_of,
     rotaries_of,
     shape_of,
+    turns_pairs,
 )
 from medusa.cache import BlockPool
 from medusa.gpu.kernels import add_norm_kernel, gate_kernel, turn_kernel
@@ -91,6 +92,7 @@ class FusedPass:
             raise UnusualBlockError("its weights are on several devices, or of a dtype that the kernels do not know")
         self._decoder, self._shape, self._context, self._places = decoder, shape, context_length, len(taps) + 1
         self._rotaries, kinds = rotaries_of(decoder)
+        self._shape["pairs"] = turns_pairs(decoder, self._rotaries[0])
         self._query_scales = query_scales_of(decoder, context_length)
         places = {layer: place for place, layer in enumerate(taps, start=1)}
         self._layers = [
@@ -188,7 +190,7 @@ class FusedPass:
                 self._shape["epsilon"], self._shape["offset"],
                 HEADS=heads, KV_HEADS=kv_heads, DIM=dim, BLOCK=triton.next_power_of_2(dim),
                 ROTATED=0 if layer.rotary < 0 else kind[0].shape[1], NORM=norms is not None, WHOLE=whole,
-                ALL=triton.next_power_of_2(heads * dim), ONCE=self._shape["rounds_once"],
+                ALL=triton.next_power_of_2(heads * dim), ONCE=self._shape["rounds_once"], PAIRS=self._shape["pairs"],
                 num_warps=4 if whole else 1,
             )  # fmt: skip
         if self._query_scales is not None:

@@ -83,6 +83,7 @@ def turn_kernel(
     WHOLE: tl.constexpr,  # a norm is over all query heads, or all key heads, instead of each
     ALL: tl.constexpr,  # a power of 2 that holds what a norm is over; read only with WHOLE
     ONCE: tl.constexpr,
+    PAIRS: tl.constexpr,  # neighbours are turned, and stored in different halves: products of queries and keys stay
 ):
     """Norm and rotate one head of a row, and store it where attention reads it."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -91,14 +92,19 @@ def turn_kernel(
     column = tl.arange(0, BLOCK)
     inside = column < DIM
     dtype = query.dtype.element_ty
-    value = tl.load(joined + column, mask=inside, other=0.0)
     place = tl.load(places + row)
     if head >= HEADS + KV_HEADS:
+        value = tl.load(joined + column, mask=inside, other=0.0)
         tl.store(values + (place * KV_HEADS + head - HEADS - KV_HEADS) * DIM + column, value, mask=inside)
     else:
         half: tl.constexpr = ROTATED // 2
         other = tl.where(column < half, column + half, column - half)
         turned = column < ROTATED
+        source = column
+        if PAIRS:
+            source = tl.where(turned, tl.where(column < half, 2 * column, 2 * other + 1), column)
+            other = tl.where(column < half, 2 * column + 1, 2 * other)
+        value = tl.load(joined + source, mask=inside, other=0.0)
         partner = tl.load(joined + other, mask=turned, other=0.0)
         if NORM:
             of_keys = (head >= HEADS).to(tl.int32)
@@ -110,7 +116,7 @@ def turn_kernel(
             else:
                 norms += of_keys * DIM
                 factor = _factor(value, DIM, epsilon)
-            value = _scaled(value, factor, tl.load(norms + column, mask=inside, other=0.0), offset, ONCE)
+            value = _scaled(value, factor, tl.load(norms + source, mask=inside, other=0.0), offset, ONCE)
             partner = _scaled(partner, factor, tl.load(norms + other, mask=turned, other=0.0), offset, ONCE)
         rounded: tl.constexpr = cosines.dtype.element_ty  # products are rounded as angles are
         angle = tl.load(positions + row) * ROTATED + column

@@ -21,13 +21,12 @@ LIMITS = {torch.float64: 1e-4, torch.float32: 5e-3}
 """Largest relative difference of a layer's output and of the logits; ``COARSE`` for coarser dtypes."""
 COARSE = 0.05
 COARSE_WHOLE = 0.25
-"""Limit for the logits of a pass whose layers are not compared, since rounding errors grow in it."""
-ROUNDED_WHOLE = 0.6
-"""The same with activations rounded to 8 bits: gemma-3-270m differs by 0.3, and logits of other texts by 1 and more."""
+"""Limit for the logits of a pass whose layers are not found, since rounding errors grow in it."""
 SPREADS = 3
-"""The output of a layer's attention may differ by this multiple of the difference between two correct passes."""
+"""The output of a layer's attention, and the logits of a pass of our own kernels, may differ by this multiple of the
+difference between two correct passes."""
 LEAST = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 5e-3}
-"""Smallest limit for the output of attention; ``COARSE_LEAST`` for coarser dtypes."""
+"""Smallest limit for these; ``COARSE_LEAST`` for coarser dtypes."""
 COARSE_LEAST = 0.015
 
 
@@ -38,11 +37,13 @@ class LayerCheck:
         decoder: The layers between token ids and the output layer; it gets ``position_ids`` over cached rows.
         num_layers: Number of its layers. If they cannot be found, only the logits are compared.
         dtype: Dtype of its computation; None = with rounded activations.
+        fused: The pass that is compared does not call the layers, so only its logits are compared. Rounding errors grow
+            in it from layer to layer, and so they do in ``rounding``.
     """
 
-    def __init__(self, decoder: nn.Module, num_layers: int, dtype: torch.dtype | None) -> None:
+    def __init__(self, decoder: nn.Module, num_layers: int, dtype: torch.dtype | None, fused: bool = False) -> None:
         lists = (part for part in decoder.modules() if isinstance(part, nn.ModuleList) and len(part) == num_layers)
-        self._decoder, self._layers, self._dtype = decoder, list(next(lists, ())), dtype
+        self._decoder, self._layers, self._dtype, self._fused = decoder, list(next(lists, ())), dtype, fused
         self._mixers = [(index, part) for index, layer in enumerate(self._layers) for part in _mixers(layer)]
         self._inputs: dict[nn.Module, Tensor] = {}
         self._outputs: dict[nn.Module, Tensor] = {}
@@ -64,8 +65,8 @@ class LayerCheck:
         """A context for the same pass with differently rounded inputs: it measures how much correct passes differ."""
 
         def round_input(layer: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-            rows = self._inputs[layer]
-            generator = torch.Generator(rows.device).manual_seed(0)
+            rows = _rows(args, options) if self._fused else self._inputs[layer]
+            generator = torch.Generator(rows.device).manual_seed(self._layers.index(layer))
             noise = torch.randn(rows.shape, device=rows.device, generator=generator) * torch.finfo(rows.dtype).eps / 4
             return _with_rows((rows * (1 + noise)).to(rows.dtype), args, options)
 
@@ -79,6 +80,9 @@ class LayerCheck:
             texts: The text of all rows, or of each row, in the order of the decoder calls.
             compared: Compare the outputs of attention with those over plain text.
         """
+        if self._fused:
+            yield
+            return
         left = None if isinstance(texts, int) else list(texts)
 
         def find(_: nn.Module, __: Any, options: dict[str, Any]) -> None:
@@ -114,12 +118,23 @@ class LayerCheck:
             hooks += [part.register_forward_hook(compare) for _, part in self._mixers]
         yield from _until_end(hooks)
 
-    def objection(self, ours_BNV: Tensor, theirs_BNV: Tensor) -> str | None:
-        """The difference in compared passes or logits that is largest for its limit; None if all are within limits."""
-        errors_BN = (ours_BNV - theirs_BNV).pow(2).mean(-1).sqrt() / theirs_BNV.std(-1)
-        whole = ROUNDED_WHOLE if self._dtype is None else COARSE_WHOLE
-        limit = self._limit(LIMITS, COARSE if self._layers else whole)
-        found = [*self._errors, ("its logits differ", errors_BN.median(), limit)]
+    def objection(self, ours_BNV: Tensor, theirs_BNV: Tensor, rounded_BNV: Tensor | None = None) -> str | None:
+        """The difference in compared passes or logits that is largest for its limit; None if all are within limits.
+
+        Args:
+            ours_BNV: Logits over cached rows.
+            theirs_BNV: Logits over plain text.
+            rounded_BNV: The same with differently rounded inputs, if the pass is fused.
+        """
+
+        def difference(logits_BNV: Tensor) -> Tensor:
+            errors_BN: Tensor = (logits_BNV - theirs_BNV).pow(2).mean(-1).sqrt() / theirs_BNV.std(-1)
+            return errors_BN.median()
+
+        limit: Tensor | float = self._limit(LIMITS, COARSE if self._layers else COARSE_WHOLE)
+        if rounded_BNV is not None and self._layers:
+            limit = (SPREADS * difference(rounded_BNV)).clamp(min=self._limit(LEAST, COARSE_LEAST))
+        found = [*self._errors, ("its logits differ", difference(ours_BNV), limit)]
         named = [(name, error.nan_to_num(nan=torch.inf).item(), float(limit)) for name, error, limit in found]
         name, error, limit = max(named, key=lambda one: one[1] / one[2])
         return None if error <= limit else f"{name} from plain text by {error:.2g} (limit {limit:.2g})"

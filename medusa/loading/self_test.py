@@ -114,16 +114,14 @@ def _objection(base: BaseModel, nodes: list[int]) -> str | None:
     tokens_BN = torch.tensor([[prompt[-1], *drafted] for prompt in prompts], device=base.device)
     parents_BN = torch.tensor([[nodes.index(int(TREE.parents[node])) for node in nodes]] * len(prompts))
     draft = Draft.of(tokens_BN[:, nodes], parents_BN, TREE.depth)
-    num_layers = 0 if base.fused else base.num_layers  # a fused pass gives only its logits
-    layers = LayerCheck(base.decoder, num_layers, None if base.int8 else base.dtype)
+    layers = LayerCheck(base.decoder, base.num_layers, None if base.int8 else base.dtype, base.fused)
     own_code = len(base.spans) < base.num_layers
     places = min(base.context_length, OWN_PLACES) if own_code else None
     try:
         with layers.recording():
             theirs_BNV = _sequential(base, prompts, drafted)[:, nodes]
-        if num_layers:
-            with layers.rounding():
-                _sequential(base, prompts, drafted)
+        with layers.rounding():
+            rounded_BNV = _sequential(base, prompts, drafted)[:, nodes]
         pool = base.new_pool(2 * (places or max(lengths) + CHUNK))
         sequences = [CachedSequence(pool) for _ in prompts]
         for index, (prompt, one) in enumerate(zip(prompts, sequences, strict=True)):
@@ -140,7 +138,7 @@ def _objection(base: BaseModel, nodes: list[int]) -> str | None:
         ours_BNV = base.logits(draft.spread(hidden_RF)).float()
     except (TypeError, AttributeError, RuntimeError, ValueError, IndexError, AssertionError, KeyError) as failure:
         return f"its forward pass fails over cached rows: {(str(failure).splitlines() or [type(failure).__name__])[0]}"
-    return layers.objection(ours_BNV, theirs_BNV)
+    return layers.objection(ours_BNV, theirs_BNV, rounded_BNV if base.fused else None)
 
 
 def _sequential(base: BaseModel, prompts: list[list[int]], drafted: list[int]) -> Tensor:

@@ -149,7 +149,7 @@ def test_the_kernels_of_a_pass_compile(dim, norms):
     types |= {"epsilon": "fp32", "offset": "fp32", "factor": "fp32", "out_stride": "i32"}
     whole, block = norms == "whole", triton.next_power_of_2(dim)
     heads = {"HEADS": 32, "KV_HEADS": 8, "DIM": dim, "BLOCK": block, "ROTATED": dim, "NORM": norms != "none"}
-    heads |= {"WHOLE": whole, "ALL": 32 * block if whole else block, "ONCE": whole}
+    heads |= {"WHOLE": whole, "ALL": 32 * block if whole else block, "ONCE": whole, "PAIRS": dim == 80}
     wide = {"WIDTH": 40 * dim, "BLOCK": triton.next_power_of_2(40 * dim), "ADD": norms != "none"}
     wide |= {"AFTER": whole, "BEFORE": norms != "heads", "ONCE": whole}
     for card in (80, HOPPER):

@@ -62,12 +62,14 @@ FAMILIES = {
     "gemma4_text": WINDOW
     | {"layer_types": ["sliding_attention", "full_attention", "full_attention"], "num_kv_shared_layers": 1}
     | {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 50, "global_head_dim": 16},
+    "glm": {"partial_rotary_factor": 0.5},
     "glm4": {"partial_rotary_factor": 0.5},
     "gpt2": GPT,
     "gpt_neox": {},
     "gpt_oss": WINDOW | EXPERTS | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
     "gptj": GPT | {"rotary_dim": 4},
     "granite": {"logits_scaling": 2.0},
+    "helium": {},
     "hyperclovax": {"logits_scaling": 0.5},
     "llama": {},
     "llama4_text": EXPERTS | CHUNKS,
@@ -102,8 +104,8 @@ GATHERED = ("deepseek_v3",)
 """Their layers compute on what is cached before attention reads it."""
 CHAINS = ("mpt",)
 FUSED = (
-    "exaone4", "gemma", "gemma2", "gemma3_text", "granite", "llama", "ministral3", "mistral", "olmo2", "olmo3", "phi3",
-    "qwen2", "qwen3", "seed_oss", "smollm3",
+    "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "granite", "helium", "llama", "ministral3",
+    "mistral", "olmo2", "olmo3", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3",
 )  # fmt: skip
 """The usual block, whose whole pass our kernels compute."""
 REFUSED = ("bloom", "mamba")

@@ -27,6 +27,7 @@ struct Pass {
     int64_t context;              // positions behind it become its last one
     int64_t rounds_once, gelu;    // 1 = norms round the product alone; 1 = gates are GELU (by tanh), 0 = SiLU
     int64_t wide_angles;          // 1 = cosines and sines are floats
+    int64_t pairs;                // 1 = rotary positions turn neighbours, 0 = a number of each half of a head
     float epsilon, offset, scaling, softcap, residual, multiplier;  // offset: added to weights of norms; softcap: 0 = none
     const int64_t *lengths, *tokens, *parents;  // [batch], [rows], [nodes]
     const int64_t* skipped;                     // [batch] positions before a row that are not in its table, or null
@@ -150,10 +151,17 @@ template <class T, class W> class Run {  // W: how its weights are met
             for (int64_t i = 0; i < count * at.dim; i += width) normed(heads + i, weight, width, heads + i);
     }
 
-    // One head's numbers, turned by the row's position; products are rounded as angles are.
+    // One head's numbers, turned by the row's position; products are rounded as angles are. Where neighbours are turned,
+    // they go to different halves: queries and keys alike, so that their products stay.
     template <class Angle> void turned(const Block& block, const T* head, int64_t position, T* to) const {
         const int64_t rotated = block.rotary < 0 ? 0 : at.rotated, half = rotated / 2;
+        std::memcpy(to + rotated, head + rotated, (at.dim - rotated) * sizeof(T));
         if (rotated) {
+            T apart[at.dim];
+            if (at.pairs) {
+                for (int64_t d = 0; d < half; d++) apart[d] = head[2 * d], apart[half + d] = head[2 * d + 1];
+                head = apart;
+            }
             const Angle* cosines = (const Angle*)at.cosines[block.rotary] + position * rotated;
             const Angle* sines = (const Angle*)at.sines[block.rotary] + position * rotated;
             const auto turn = [&](int64_t d, int64_t other, float sign, int here) {
@@ -163,7 +171,6 @@ template <class T, class W> class Run {  // W: how its weights are met
             };
             for_vectors(half, [&](int64_t d, int here) { turn(d, d + half, -1, here), turn(d + half, d, 1, here); });
         }
-        std::memcpy(to + rotated, head + rotated, (at.dim - rotated) * sizeof(T));
     }
 
     void place_heads(const Block& block, void* cached_keys, void* cached_values, Member& member) {
