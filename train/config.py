@@ -75,7 +75,7 @@ class HeadsRecipe:
     init_from: str = ""
     """Heads whose weights training starts from, of this shape and in any format: a directory or a Hub id; empty = fresh
     ones. The draft vocabulary is chosen again, unless heads own their vocabulary matrices."""
-    init_share: float = _limits(0.0, low=0.0, high=1.0, resume=True)
+    init_share: float = _limits(0.0, low=0.0, high=1.0)
     """Share of the weights of init_from in the heads that are evaluated and written, the rest is trained: 0.5 = the
     mean, which keeps more of what the first heads guessed right (WiSE-FT, Wortsman et al. 2022)."""
 

@@ -74,12 +74,17 @@ class RunDirectory:
         """Whether the last step was made and the trained heads were written.
 
         Raises:
-            RecipeError: the run was started with another recipe; the message names all relevant differences.
+            RecipeError: the run was started with another recipe (the message names all relevant differences), or its
+                recipe is missing.
         """
         position = self.position()
         if position is None:
             return False
-        stored = yaml.safe_load(self._recipe.read_text(encoding="utf-8")) if self._recipe.is_file() else asdict(recipe)
+        if not self._recipe.is_file():
+            raise RecipeError(
+                f"run directory ({self.path}) has checkpoints and no recipe.yaml; copy the whole directory"
+            )
+        stored = yaml.safe_load(self._recipe.read_text(encoding="utf-8"))
         if changed := differences(recipe, stored):
             raise RecipeError(
                 f"run directory ({self.path}) holds a run of another recipe:\n  "

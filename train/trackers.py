@@ -55,16 +55,16 @@ class Trackers:
                 if record["step"] <= step:
                     self.log(record)
 
-    def log(self, record: Mapping[str, Any], last: bool = False) -> None:
+    def log(self, record: Mapping[str, Any], more: bool = False) -> None:
         """Send one record of metrics.jsonl; lists become one curve per head.
 
         Args:
             record: the record.
-            last: whether these are the run's last figures, which have the step of the last training step.
+            more: whether these are more figures of a step that is known: those of the run's end, or of an evaluation.
         """
         values = _flat(record)
         for tracker in list(self._trackers):
-            if last or record["step"] >= tracker.first:
+            if more or record["step"] >= tracker.first:
                 self._guarded(tracker, partial(tracker.log, values, record["step"]))
 
     def __enter__(self) -> Self:
@@ -139,7 +139,7 @@ class Wandb:
         self.first = self._run.starting_step
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        """Send one step; the last figures get an additional step if the last step is already on the server."""
+        """Send one step; more figures of a step get an additional one if it is already on the server."""
         self._run.log(dict(values), step=max(step, self._run.step))
 
     def close(self, done: bool) -> None:

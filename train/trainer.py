@@ -137,7 +137,7 @@ class Trainer:
         autocast = precision == "bfloat16" or (precision == "auto" and base.dtype == torch.bfloat16)
         self.engine = Engine(self.method.module, optim, recipe.engine, workers.device, self.method.groups, autocast)
         self.step, self.seconds = self._resume()
-        self.best = Best(recipe.evaluate, directory, self.step, workers)
+        self.best = Best(recipe, directory, self.step, workers)
         self.method.prepare()
         self.answers: dict[tuple[int, ...], list[int]] = {}  # answers of the base to held-out prompts
         self.useful = 0  # labels of the base since this process began
@@ -153,9 +153,9 @@ class Trainer:
         if writer:
             self.directory.start(self.recipe, self.step)
         stop.hold()
-        if self.best.exhausted:  # it was killed after its last checkpoint
-            self.total = self.step
         self._make_up(trackers)
+        if self.best.exhausted:  # it ended in or after its last evaluation
+            self.total = self.step
         with closing(Progress(self.step, self.total, writer)) as progress:
             while self.step < self.total:
                 figures = self.train_step()
@@ -248,7 +248,7 @@ class Trainer:
         if record.get("step") == self.step and KEY not in record:
             if (found := self._evaluate_if_due()) and self.workers.rank == 0:
                 self.directory.start(self.recipe, self.step - 1)
-                self._log(record | found, trackers)
+                self._log(record | found, trackers, more=True)
             self.workers.stop.raise_if_agreed(self.step)
 
     def save_checkpoint(self) -> None:
@@ -268,7 +268,7 @@ class Trainer:
         figures = {"step": self.step, "steps": self.total, "train_seconds": self.seconds} | found
         self.workers.stop.raise_if_agreed(self.step)
         if self.workers.rank == 0:
-            self._log(figures, trackers, last=True)
+            self._log(figures, trackers, more=True)
             with self.directory.writing():
                 adapter = self.method.save_adapter(self.directory.heads)
                 heads = heads.with_config(base_adapter=adapter)
@@ -277,10 +277,10 @@ class Trainer:
             LOGGER.info("heads are in %s", self.directory.heads)
         self.workers.wait()
 
-    def _log(self, figures: dict[str, Any], trackers: Trackers, last: bool = False) -> None:
+    def _log(self, figures: dict[str, Any], trackers: Trackers, more: bool = False) -> None:
         self.directory.log(figures)
-        trackers.log(figures, last)
-        if last or KEY in figures:
+        trackers.log(figures, more)
+        if more or KEY in figures:
             with self.directory.writing():
                 write_report(self.directory.path)
 

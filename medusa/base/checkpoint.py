@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import pickle
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 EXPANDED_SHARE = 0.5
 """Largest share of the machine's memory for expanded weights, if packed weights are slower."""
+QUANTISED = ("weight_scale", "weight_scale_inv", "weight_scale_2", ".qweight", ".weight_packed")
+"""Ends of names of tensors without which quantised weights mean something else."""
 
 
 class Checkpoint(NamedTuple):
@@ -86,14 +89,17 @@ def read_checkpoint(
             elif gguf.holds(path, packed) and not options and not is_deepspeed_zero3_enabled():
                 model = gguf.load(path, dtype, expand=not packed)
             else:
-                model = AutoModelForCausalLM.from_pretrained(gguf.expanded(path), dtype=dtype, **options)
+                model, found = AutoModelForCausalLM.from_pretrained(
+                    gguf.expanded(path), dtype=dtype, output_loading_info=True, **options
+                )
+                _check_complete(found)
             if not quantised and not spread:
                 model = model.to(device)
             tokenizer = AutoTokenizer.from_pretrained(path)
+    except (pickle.UnpicklingError, EOFError) as error:
+        raise ValueError(f"base ({name}) has a pickle of more than tensors; give its weights as safetensors") from error
     except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
-        kept = Path(path).is_relative_to(cache_directory())
-        remedy = f"remove {path}, which is made again" if kept else "give another path, or a Hub id"
-        raise ValueError(f"base ({name}) cannot be loaded: {error}; {remedy}") from error
+        raise ValueError(f"base ({name}) cannot be loaded: {error}; {_remedy(path)}") from error
     if adapter:
         model = apply_adapter(model, adapter, merge=not quantised)
     if int8:
@@ -101,6 +107,26 @@ def read_checkpoint(
     if pack and device.type == "cpu" and not spread:
         use_kernels(model)
     return Checkpoint(model, tokenizer, name, smollm2.source(path) or groupwise.describe(config))
+
+
+def _check_complete(found: Mapping[str, Any]) -> None:
+    """Check that the files fill the model, whose other weights would be random, and that nothing scales what they hold.
+
+    Args:
+        found: What transformers says about the tensors of the files.
+    """
+    if missing := sorted(found["missing_keys"]):
+        raise ValueError(f"its files lack {len(missing)} of the model's tensors, among them {missing[0]}")
+    if scales := sorted(name for name in found["unexpected_keys"] if name.endswith(QUANTISED)):
+        raise ValueError(f"its weights are quantised in a way that is not read here ({scales[0]} is left over)")
+
+
+def _remedy(path: str) -> str:
+    if Path(path).is_relative_to(cache_directory()):
+        return f"remove {path}, which is made again"
+    if (Path(path) / "adapter_config.json").is_file():
+        return "it is an adapter: merge it into its base (peft's merge_and_unload, then save_pretrained)"
+    return "give another path, or a Hub id"
 
 
 def _stays_packed(path: str) -> bool:

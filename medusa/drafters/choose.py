@@ -243,7 +243,8 @@ class Drafters:
             return self._plain
         best = "heads" if tree is not None else next(iter(self._everyone(1, speculation.heads)), "prompt-lookup")
         name = name or best
-        return self._sized(speculation.heads, name, nodes or 2, tree, rule)
+        nodes = min(nodes or 2, self.parts.base.context_length)  # room is made for all of them
+        return self._sized(speculation.heads, name, nodes, tree, rule)
 
     def _sized(self, heads: str | None, name: str, nodes: int, tree: Tree | None, rule: BuiltRule) -> Drafter:
         drawn = is_drawn(name, rule.name)

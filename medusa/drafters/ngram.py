@@ -27,7 +27,7 @@ from medusa.tree import Draft
 ORDERS = (4, 3, 2)
 """Lengths of contexts in tokens, the longest first."""
 CAPACITY = 200_000
-"""Most contexts of a cache, about 50 MB."""
+"""Most contexts of a cache, about 85 MB."""
 KEPT = 4
 """Most continuations of a context; the most frequent are kept."""
 DOUBT = 1.0

@@ -70,12 +70,14 @@ class LayerConfig:
         rope = rope.get("full_attention", rope)  # if kinds of layers differ
         theta = float(rope.get("rope_theta") or 10_000.0)
         known = rope.get("rope_type") in ROTARY and rope.get("partial_rotary_factor", 1.0) == 1.0
-        heads = config.num_attention_heads
+        # If layers have different sizes (Gemma 4), those of the first one.
+        layer = config.per_layer_config[0] if getattr(config, "is_heterogeneous", False) else config
+        heads = layer.num_attention_heads
         return cls(
             num_attention_heads=heads,
-            num_key_value_heads=getattr(config, "num_key_value_heads", None) or heads,
-            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-            intermediate_size=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
+            num_key_value_heads=getattr(layer, "num_key_value_heads", None) or heads,
+            head_dim=getattr(layer, "head_dim", None) or config.hidden_size // heads,
+            intermediate_size=getattr(layer, "intermediate_size", None) or 4 * config.hidden_size,
             rms_norm_eps=getattr(config, "rms_norm_eps", None) or 1e-6,
             max_position_embeddings=getattr(config, "max_position_embeddings", None) or 2048,
             rope_parameters=dict(rope) if known else {"rope_type": "default", "rope_theta": theta},

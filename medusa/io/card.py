@@ -245,7 +245,7 @@ def _use(config: HeadsConfig, format_name: str, name: str) -> str:
     texts = [HERE.format(**words), *(text.format(**words) for text in READERS.get(format_name, ()))]
     if not known:
         texts.append("BASE is the base, which is not named by an address on the Hub.")
-    others = [f"`{other}`" for other in holders(config) if other != format_name]
+    others = [f"`{other}`" for other in holders(config) if other not in (format_name, "native")]
     if others:
         command = f"medusa export --heads {name} --format FORMAT --out DIR"
         texts.append(f"For other engines, `{command}` writes the heads in the formats {', '.join(others)}.")

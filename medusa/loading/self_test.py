@@ -10,7 +10,7 @@ from medusa.attention import Span, UnknownSpanError
 from medusa.base.model import BaseModel
 from medusa.base.traits import Decoding
 from medusa.base.usual_block import UnusualBlockError
-from medusa.cache import CachedSequence
+from medusa.cache import BLOCK, CachedSequence
 from medusa.loading.layer_check import LayerCheck
 from medusa.tree import Draft, Tree
 
@@ -122,7 +122,7 @@ def _objection(base: BaseModel, nodes: list[int]) -> str | None:
             theirs_BNV = _sequential(base, prompts, drafted)[:, nodes]
         with layers.rounding():
             rounded_BNV = _sequential(base, prompts, drafted)[:, nodes]
-        pool = base.new_pool(2 * (places or max(lengths) + CHUNK))
+        pool = base.new_pool(len(prompts) * ((places or max(lengths) + CHUNK) + BLOCK))
         sequences = [CachedSequence(pool) for _ in prompts]
         for index, (prompt, one) in enumerate(zip(prompts, sequences, strict=True)):
             size = 1 if base.decoding == "plain" else CHUNK

@@ -20,14 +20,15 @@ export async function call(path, options = {}) {
   if (answer.ok) return answer;
   if (answer.status === 401) $("key-field").hidden = false;
   const text = await answer.text();
-  throw new Error(`${answer.status}: ${message(text)}`);
+  const { message, code } = told(text);
+  throw Object.assign(new Error(`${answer.status}: ${message}`), { code });
 }
 
-export function message(text) {
+function told(text) {
   try {
-    return JSON.parse(text).error.message;
+    return JSON.parse(text).error;
   } catch {
-    return text || "no reason is given";
+    return { message: text || "no reason is given" };
   }
 }
 

@@ -38,7 +38,7 @@ export function show(box, pieces) {
 }
 
 function block(token, depths) {
-  const made = element("div", "block");
+  const made = Object.assign(element("div", "block"), { dir: "auto" });
   made.source = token.raw;
   const kept = { ALLOWED_TAGS: TAGS, ALLOWED_ATTR: ["href", "class", "align", "start"], RETURN_DOM_FRAGMENT: true };
   made.append(globalThis.DOMPurify.sanitize(marked.parser([token]), kept));

@@ -56,6 +56,7 @@ function describe({ id, heads, drafters, max_model_len }) {
 
 const turns = []; // { question, pieces: [text, depth], figures, lossy, error, box }
 let running = null; // aborts the answer that is under way
+let forgotten = 0; // oldest turns that have left the context
 
 function chosen(id) {
   const text = $(id).value.trim();
@@ -67,9 +68,12 @@ function number(id) {
   return text === undefined ? undefined : Number(text);
 }
 
+function before(turn) {
+  return turns.slice(0, turns.indexOf(turn)).filter(({ pieces }) => pieces.length);
+}
+
 function request(turn) {
-  const said = turns.slice(0, turns.indexOf(turn)).filter(({ pieces }) => pieces.length);
-  const history = said.flatMap(({ question, pieces }) => [
+  const history = before(turn).slice(forgotten).flatMap(({ question, pieces }) => [
     { role: "user", content: question },
     { role: "assistant", content: pieces.map(([text]) => text).join("") },
   ]);
@@ -86,6 +90,20 @@ function request(turn) {
     stream_options: { include_usage: true, continuous_usage_stats: true },
     speculation: { enabled, trace: true, metrics: true, ...(enabled && drafting) },
   };
+}
+
+// The oldest turns leave a conversation that outgrows the context, one after the other.
+async function ask(turn, signal) {
+  const kept = forgotten;
+  for (;;) {
+    try {
+      return await call("v1/chat/completions", { method: "POST", body: JSON.stringify(request(turn)), signal });
+    } catch (error) {
+      if (error.code === "context_length_exceeded" && forgotten++ < before(turn).length) continue;
+      forgotten = kept;
+      throw error;
+    }
+  }
 }
 
 function send(question) {
@@ -105,7 +123,8 @@ function add(turn) {
 }
 
 function draw(turn) {
-  turn.box.replaceChildren(element("div", "question", turn.question), element("div", "answer"), element("p", "figures"));
+  const question = Object.assign(element("div", "question", turn.question), { dir: "auto" });
+  turn.box.replaceChildren(question, element("div", "answer"), element("p", "figures"));
   refresh(turn);
 }
 
@@ -121,17 +140,13 @@ function refresh({ box, pieces, figures, lossy, error }) {
 async function answer(turn) {
   const aborter = (running = new AbortController());
   const seen = { asked: performance.now(), first: 0, last: 0, early: 0, tokens: 0, depth: 0, drawing: false };
-  const body = request(turn);
-  Object.assign(turn, { pieces: [], figures: "", error: "", lossy: body.speculation.acceptance === "typical" });
+  const lossy = request(turn).speculation.acceptance === "typical";
+  Object.assign(turn, { pieces: [], figures: "", error: "", lossy });
   draw(turn);
   busy(turn, "The model answers.");
   let outcome = "The answer is complete.";
   try {
-    const response = await call("v1/chat/completions", {
-      method: "POST",
-      body: JSON.stringify(body),
-      signal: aborter.signal,
-    });
+    const response = await ask(turn, aborter.signal);
     for await (const chunk of events(response.body)) take(turn, seen, chunk);
   } catch (error) {
     outcome = error.name === "AbortError" ? "Stopped." : "There is an error.";
@@ -187,6 +202,7 @@ function tell(turn, seen, { ending, drafts }) {
     const { num_accepted_draft_tokens: accepted, num_draft_tokens: drafted } = drafts;
     parts.push(drafted ? `${accepted} of ${drafted} drafted accepted` : "nothing drafted");
   }
+  if (forgotten) parts.push(`without the oldest ${forgotten} turn${forgotten === 1 ? "" : "s"}`);
   if (seen.first) parts.push(`first after ${seconds((seen.first - seen.asked) / 1000)}`);
   if (ending) parts.push(ending);
   turn.figures = parts.join(" · ");
@@ -237,6 +253,7 @@ $("reset").onclick = () => {
   running?.abort();
   running = null;
   turns.splice(0).forEach(({ box }) => box.remove());
+  forgotten = 0;
   save();
   $("welcome").hidden = false;
   $("again").disabled = true;

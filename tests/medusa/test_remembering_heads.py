@@ -14,6 +14,7 @@ from medusa.formats import load_heads
 from medusa.heads.layer import LayerConfig
 from medusa.tree import Tree
 from tests.medusa.remembering import TEXTS, Watched, recomputed, scores
+from tests.medusa.test_conformance import config_of
 from tests.medusa.test_native import BF16, F16, SINGLE
 from tests.medusa.trees import by_path, paths
 
@@ -38,6 +39,11 @@ SHAPES = {
     "block as in DSpark": (ONE | PART | OWN | {"num_layers": 2, "mask_token": 9, "own_correction": True}, DSPARK),
 }
 """Of heads, and of their layers."""
+
+
+def test_a_layer_of_a_base_whose_layers_differ_is_like_its_first():
+    layer = LayerConfig.of(config_of("gemma4_text"))
+    assert (layer.head_dim, layer.num_attention_heads, layer.num_key_value_heads) == (8, 4, 2)
 
 
 @pytest.fixture(params=SHAPES)

@@ -11,6 +11,7 @@ from medusa.attention import Span
 from medusa.base.context import context_length
 from medusa.drafters import Drafter
 from medusa.loading.self_test import UnsupportedBaseError, choose_decoding
+from tests.medusa.test_conformance import config_of
 
 PROMPTS = ["def f(x):", "a", "once upon a time"]
 SHAPES = {
@@ -39,6 +40,12 @@ def mpt(tokenizer, make_heads, tmp_path_factory):
 def test_what_cannot_be_decoded_is_refused_with_one_sentence(kind, tokenizer, tmp_path):
     with pytest.raises(UnsupportedBaseError, match=rf"{kind}\) cannot be decoded here: .*; use a base with"):
         load(kind, tokenizer, tmp_path)
+
+
+def test_a_context_as_small_as_the_test_s_texts_is_enough():
+    config = config_of("falcon", max_position_embeddings=40)
+    base = BaseModel(AutoModelForCausalLM.from_config(config).double().eval(), None, "falcon", "reference")
+    assert choose_decoding(base).decoding == "tree"
 
 
 def test_alibi_by_rows_verifies_chains_and_says_so(tokenizer, tmp_path, caplog):

@@ -274,6 +274,16 @@ def test_settings_and_earlier_turns_reach_the_server(page):
 
 
 @pytest.mark.slow
+def test_the_oldest_turns_leave_a_full_context(page):
+    for _ in range(2):
+        answer_with(page, stream(["word " * 40, False]))
+    send(page, "hi")
+    assert "without the oldest 1 turn ·" in page.locator(".figures").last.inner_text()
+    send(page, "y" * 300)
+    assert "maximum context length" in page.inner_text(".turn .error")
+
+
+@pytest.mark.slow
 def test_a_server_with_keys_is_asked_with_the_key(opened, speaker):
     with serving(speaker, api=ApiSettings(api_keys=frozenset({"secret"}))) as live:
         page = opened(live.url)

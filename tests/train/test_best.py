@@ -66,6 +66,34 @@ def test_a_resumed_run_knows_the_best_heads(recipe: Path, tmp_path: Path, interr
 
 
 @pytest.mark.usefixtures("scripted")
+def test_best_heads_of_other_evaluations_are_not_mixed_in(recipe: Path, tmp_path: Path, interrupted_at: Acting) -> None:
+    without = PATIENT | {"evaluate.patience": 0}
+    assert run(recipe, tmp_path / "last", **without) == 0
+    for values in (without, PATIENT | {"evaluate.rows": 7}):
+        directory = tmp_path / str(values["evaluate.patience"])
+        with interrupted_at(4):
+            assert run(recipe, directory, **PATIENT) == 130
+        with interrupted_at(8):
+            assert run(recipe, directory, **values) == 130
+        assert run(recipe, directory, **PATIENT | {"evaluate.rows": values.get("evaluate.rows", 64)}) == 0
+        assert metrics(directory)[-1]["step"] == 9
+    written, expected = load_heads(tmp_path / "0/heads"), load_heads(tmp_path / "last/heads")
+    pairs = zip(written.parameters(), expected.parameters(), strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs), "best/ holds those of step 2, and step 6 was better"
+
+
+@pytest.mark.usefixtures("scripted")
+def test_an_evaluation_that_ends_the_run_ends_it_where_a_signal_left_it_out(
+    recipe: Path, tmp_path: Path, before_step: Acting
+) -> None:
+    with before_step(4, lambda: os.kill(os.getpid(), signal.SIGTERM)):
+        assert run(recipe, tmp_path, **PATIENT) == 143
+    assert metrics(tmp_path)[-1]["step"] == 5
+    assert run(recipe, tmp_path, **PATIENT) == 0
+    assert [(line["step"], line["heldout_top1"][0]) for line in metrics(tmp_path)[4:]] == [(5, 0.2), (5, 0.6)]
+
+
+@pytest.mark.usefixtures("scripted")
 def test_an_evaluation_that_a_signal_left_out_is_no_failure(recipe: Path, tmp_path: Path, before_step: Acting) -> None:
     values = PATIENT | {"optim.steps": 3, "evaluate.patience": 1}
     with before_step(1, lambda: os.kill(os.getpid(), signal.SIGTERM)):

@@ -127,6 +127,9 @@ def test_another_recipe_is_refused_once_there_is_a_checkpoint(directory: RunDire
     with pytest.raises(RecipeError, match=r"optim\.lr is 0\.5") as caught:
         directory.finished(other)
     assert "log.keep" not in str(caught.value)
+    (directory.path / "recipe.yaml").unlink()
+    with pytest.raises(RecipeError, match=r"has checkpoints and no recipe\.yaml; copy the whole directory"):
+        directory.finished(RECIPE)
 
 
 def test_finished_needs_the_last_step_and_the_heads(directory: RunDirectory) -> None:

@@ -38,7 +38,7 @@ def _train(directory: RunDirectory, recipe: Any, steps: range, start: int = 0) -
         trackers.log(_record(step, start))
     if steps.stop == 6:
         with trackers:
-            trackers.log({"step": 6, "heldout_tokens_per_step": 2.0}, last=True)
+            trackers.log({"step": 6, "heldout_tokens_per_step": 2.0}, more=True)
 
 
 class FakeServer:

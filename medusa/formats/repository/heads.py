@@ -36,7 +36,8 @@ class Heads:
 
     def __init__(self, base: Base, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         self._kind, self._count, self._blocks = (config[k] for k in ("architecture", "num_heads", "num_layers"))
-        self.feature_layers: list[int] = config["feature_layers"]
+        layers = base.config.num_hidden_layers
+        self.feature_layers = [at + layers if at < 0 else at or layers // 2 for at in config["feature_layers"]]
         ids = tensors.pop("draft_ids", None)
         self._tensors = {name: tensor.to(base.device, base.dtype) for name, tensor in tensors.items()}
         self._ids = None if ids is None else ids.to(base.device)

@@ -119,6 +119,7 @@ def test_a_card_says_how_its_format_is_used(name, said):
     card = model_card(CONFIG, name, "me/heads")
     assert all(words in card for words in said)
     assert 'MedusaModel.from_pretrained("me/heads")' in card
+    assert "`native`" not in card, "no other engine reads it"
     plain = name == "custom-generate"
     assert ModelCard(card).data.library_name == ("transformers" if plain else "medusa-decoding")
     assert ("custom_generate" in ModelCard(card).data.tags) == plain

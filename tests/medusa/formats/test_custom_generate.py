@@ -43,6 +43,7 @@ VARIANTS = {
     "hydra": {"architecture": "hydra", "num_layers": 2},
     "recurrent": {"architecture": "recurrent"},
     "features": {"architecture": "recurrent", "feature_layers": (1,)},
+    "features-from-the-end": {"architecture": "recurrent", "feature_layers": (-1,)},
     "draft-vocabulary": {"architecture": "hydra", "draft_vocab_size": 40},
     "own-draft-vocabulary": {"architecture": "medusa", "draft_vocab_size": 40, "own_lm_heads": True},
 }
@@ -141,7 +142,7 @@ def test_deep_and_crooked_paths_keep_the_text(plain, export, monkeypatch, batch)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_drafts_are_those_of_this_project(base, make_heads, plain, export, variant):
     heads = load_heads(export(variant), dtype=torch.float64)
-    base = base.tapped(heads.config.feature_layers)
+    base = base.tapped(heads.config.layers_of(base.num_layers))
     heads = freeze(heads, base)
     state = SimpleNamespace(
         roots=torch.tensor([5, 77]), active=torch.tensor([True, True]),
