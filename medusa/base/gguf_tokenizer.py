@@ -28,7 +28,8 @@ def read_tokenizer(file: Path) -> PreTrainedTokenizerBase:
         if kinds.get(number) in (CONTROL, USER_DEFINED) and tokenizer.convert_tokens_to_ids(name) != number
     }
     raw = json.loads(tokenizer.backend_tokenizer.to_str())
-    if not wrong or raw["model"]["type"] != "BPE":
+    byte_level = "ByteLevel" in json.dumps([raw["pre_tokenizer"], raw["decoder"]])  # others spell spaces in their way
+    if not wrong or not byte_level or raw["model"]["type"] != "BPE":
         return tokenizer
     vocabulary, names = raw["model"]["vocab"], set(wrong.values())
     for spelling in [spelling for spelling, number in vocabulary.items() if number in wrong]:

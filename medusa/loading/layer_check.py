@@ -28,6 +28,8 @@ difference between two correct passes."""
 LEAST = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 5e-3}
 """Smallest limit for these; ``COARSE_LEAST`` for coarser dtypes."""
 COARSE_LEAST = 0.015
+MOST = 0.6
+"""Largest limit for logits: those of other texts differ by 1 and more."""
 
 
 class LayerCheck:
@@ -133,7 +135,7 @@ class LayerCheck:
 
         limit: Tensor | float = self._limit(LIMITS, COARSE if self._layers else COARSE_WHOLE)
         if rounded_BNV is not None and self._layers:
-            limit = (SPREADS * difference(rounded_BNV)).clamp(min=self._limit(LEAST, COARSE_LEAST))
+            limit = (SPREADS * difference(rounded_BNV)).clamp(self._limit(LEAST, COARSE_LEAST), MOST)
         found = [*self._errors, ("its logits differ", difference(ours_BNV), limit)]
         named = [(name, error.nan_to_num(nan=torch.inf).item(), float(limit)) for name, error, limit in found]
         name, error, limit = max(named, key=lambda one: one[1] / one[2])

@@ -9,7 +9,7 @@ import huggingface_hub
 import numpy as np
 import pytest
 import torch
-from gguf import GGUFReader, RopeScalingType
+from gguf import GGUFReader, GGUFWriter, RopeScalingType
 from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
 from safetensors import SafetensorError
 from transformers import (
@@ -24,6 +24,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from medusa import BaseModel, MedusaModel, SamplingParams
 from medusa.base import gguf, gguf_convert, gguf_names, gguf_reading, gguf_tensors, on_hub
+from medusa.base.gguf_tokenizer import read_tokenizer
 from medusa.base.names import resolve_base
 from medusa.cpu.gguf_types import KINDS
 from medusa.serve.server import main
@@ -315,6 +316,22 @@ def test_control_tokens_keep_their_ids(tokenizer, tmp_path):
     ids = base.tokenizer("<\uff5cUser\uff5c>ab<\uff5cAssistant\uff5c>").input_ids
     assert (ids[0], ids[-1]) == (first, first + 1) and base.vocab_size == first + 2
     assert base.tokenizer.decode(ids, skip_special_tokens=True) == "ab"
+
+
+def test_tokens_of_spaces_keep_the_spelling_of_their_vocabulary(tmp_path):
+    """Gemma's: user-defined, and written with another character in place of spaces."""
+    words = ["<pad>", "<eos>", "<bos>", "<unk>", "  ", "\u2581", "a", "b", "\u2581a"]
+    writer = GGUFWriter(file := tmp_path / "small.gguf", "gemma3")
+    writer.add_block_count(1)
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(words)
+    writer.add_token_types([3, 3, 3, 2, 4, 1, 1, 1, 1])
+    writer.add_token_scores([0.0] * 9)
+    for name, number in (("bos", 2), ("eos", 1), ("unk", 3), ("pad", 0)):
+        getattr(writer, f"add_{name}_token_id")(number)
+    for step in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file, writer.close):
+        step()
+    assert read_tokenizer(file)("a  b", add_special_tokens=False).input_ids == [6, 4, 7]
 
 
 def test_an_answer_ends_where_a_turn_does(tokenizer, tmp_path):
