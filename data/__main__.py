@@ -9,13 +9,14 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from medusa.base.names import default_base
 from medusa.data import load_tokenizer
 from medusa.data.arguments import base_arguments
 from medusa.data.exchange import Answerer, EndpointSettings, Prompt, Settings
 from medusa.data.options import CHAT_COUNT, EMBEDDED_COUNT, parser
+from medusa.files import digest_of_weights
 
 if TYPE_CHECKING:
     from medusa.data.local import LocalAnswerer
@@ -63,7 +64,7 @@ def _regenerate(options: argparse.Namespace, logger: logging.Logger) -> None:
     from medusa.data.regenerate import regenerate
 
     prompts, answerer, base = (_endpoint if options.endpoint else _local)(options)
-    report = regenerate(prompts, answerer, options.out, {"base": base, **vars(_settings(options))})
+    report = regenerate(prompts, answerer, options.out, _made_by(base, options))
     logger.info("%d tokens that the base wrote are in %s", report.tokens, options.out)
 
 
@@ -75,9 +76,14 @@ def _write_prompts(options: argparse.Namespace, logger: logging.Logger) -> None:
 
     answerer = _answerer(options)
     own, begun = OwnPrompts(answerer.model, answerer), openings(answerer.model, options.count, options.seed)
-    made_by = {"base": answerer.model.base.name, **vars(_settings(options))}
+    made_by = _made_by(answerer.model.base.name, options)
     report = regenerate(begun, own, options.out, made_by, own.record, distinct=True)
     logger.info("%d prompts that the base wrote are in %s", report.lines, options.out)
+
+
+def _made_by(base: str, options: argparse.Namespace) -> dict[str, Any]:
+    """All on which answers depend; a base in a local folder may have been trained again."""
+    return {"base": base, "weights": digest_of_weights(Path(base)), **vars(_settings(options))}
 
 
 def _is_there(out: str, logger: logging.Logger) -> bool:

@@ -92,7 +92,7 @@ class ChatClient:
             "top_p": settings.top_p,
             EXACT: True,
         }
-        self._reached, self._failures, self._warned = False, 0, False
+        self._reached, self._answered, self._failures, self._warned = False, False, 0, False
         self._http = httpx.AsyncClient(
             headers={"Authorization": f"Bearer {key}"} if key else {},
             limits=httpx.Limits(max_connections=None),  # the caller limits the number of concurrent requests
@@ -149,7 +149,9 @@ class ChatClient:
             raise _BusyError(_reason(error)) from error
         self._reached = True
         if response.status_code == HTTPStatus.OK:
-            return self._completion(response)
+            completion = self._completion(response)
+            self._answered = True
+            return completion
         if response.status_code in PROMPT_REFUSED and EXACT in response.text and EXACT in request:
             self._request.pop(EXACT, None)  # a strict server without this field
             return await self._try({name: value for name, value in request.items() if name != EXACT})
@@ -179,9 +181,10 @@ class ChatClient:
             if not isinstance(text, str) or not all(isinstance(token, int) for token in tokens):
                 raise TypeError("text or token ids of another type")
         except (ValueError, KeyError, IndexError, TypeError, AttributeError):
-            raise EndpointError(
-                f"{self._name} sent no chat completion ({_excerpt(response.text)}); give the address up to /v1"
-            ) from None
+            told = f"sent no chat completion ({_excerpt(response.text)})"
+            if self._answered:  # as some gateways do while what is behind them is down
+                raise _BusyError(told) from None
+            raise EndpointError(f"{self._name} {told}; give the address up to /v1") from None
         if ids and prompt_ids:
             return Completion(text, cut, prompt_ids, ids)
         if reasoning:

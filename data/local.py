@@ -1,5 +1,6 @@
 """Answers of the base in this process, through ``medusa``."""
 
+import random
 from collections import deque
 from collections.abc import Generator, Sequence
 
@@ -11,12 +12,12 @@ JOIN = 8
 
 
 def sampling_params(settings: Settings, number: int) -> SamplingParams:
-    """The sampling parameters of a conversation."""
+    """The sampling parameters of a conversation; the numbers of another seed draw other texts."""
     return SamplingParams(
         max_new_tokens=settings.max_new_tokens,
         temperature=settings.temperature,
         top_p=settings.top_p,
-        seed=settings.seed + number,
+        seed=random.Random(f"{settings.seed}/{number}").getrandbits(31),
     )
 
 

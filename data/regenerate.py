@@ -16,6 +16,7 @@ from typing import Any
 from tqdm import tqdm
 
 from medusa.data.exchange import Answerer, Exchange, Prompt, UnansweredError, named, samples
+from medusa.files import full_disk_named
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +71,8 @@ def regenerate(
         missing = [(number, prompt) for number, prompt in enumerate(prompts) if number not in part.lines]
         done = len(part.lines)
         bar = tqdm(desc="the base answers", total=len(prompts), initial=done, unit="prompt", disable=not shown)
-        with bar, closing(answerer.answer(missing)) as answers:
+        room = full_disk_named(out.parent, "free space, then the same command continues")
+        with bar, room, closing(answerer.answer(missing)) as answers:
             for number, answer in answers:
                 bar.update()
                 if isinstance(answer, UnansweredError):
@@ -79,7 +81,8 @@ def regenerate(
                     part.add(number, records(answer))
         if not part.lines:
             raise UnansweredError(f"prompts ({len(prompts)}) got no answer at all; the first one: {failures[0]}")
-        lines, tokens = part.finish(out, distinct)
+        with full_disk_named(out.parent, "free space, then the same command ends it"):
+            lines, tokens = part.finish(out, distinct)
     if failures:
         logger.warning("%d of %d prompts are left out; the first one: %s", len(failures), len(prompts), failures[0])
     return Report(len(prompts) - len(failures), lines, len(failures), tokens)

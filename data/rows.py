@@ -5,7 +5,6 @@ complete. One process makes the rows; others that need them wait on a file lock.
 data set is tokenised.
 """
 
-import errno
 import fcntl
 import hashlib
 import json
@@ -25,7 +24,7 @@ from transformers import PreTrainedTokenizerBase
 
 from medusa.data.packing import PackedRows, pack_window
 from medusa.data.sources import Sample, Source, samples
-from medusa.files import sweep
+from medusa.files import full_disk_named, sweep
 
 LOGGER = logging.getLogger("medusa.data")
 
@@ -129,17 +128,14 @@ def _make(directory: Path, found: Iterable[Sample], source: Source, row_tokens: 
     """Write the rows to a temporary directory, and move it to its place."""
     temporary = Path(tempfile.mkdtemp(".tmp", f"{directory.name}.", directory.parent))
     try:
-        _write(temporary, found, source, row_tokens, window)
-        manifest = {
-            "source": source.path, "row_tokens": row_tokens, "bytes": _sizes(temporary),
-            "fingerprint": _mapped(temporary, row_tokens).fingerprint(),
-        }  # fmt: skip
-        (temporary / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
-        temporary.rename(directory)
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        raise OSError(f"disk of {directory.parent} is full; free space, or move data.cache") from error
+        with full_disk_named(directory.parent, "free space, or move data.cache"):
+            _write(temporary, found, source, row_tokens, window)
+            manifest = {
+                "source": source.path, "row_tokens": row_tokens, "bytes": _sizes(temporary),
+                "fingerprint": _mapped(temporary, row_tokens).fingerprint(),
+            }  # fmt: skip
+            (temporary / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+            temporary.rename(directory)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 

@@ -1,14 +1,16 @@
 """Files that appear whole under their name or not at all, and JSON files with a header that names their format."""
 
 import contextlib
+import errno
 import glob
+import hashlib
 import json
 import os
 import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,8 @@ CLONE = Path(__file__).resolve().parents[1]
 """Root of the repository, if the package is used from a clone."""
 ABANDONED = 3600.0
 """Seconds without a change after which a temporary file counts as abandoned."""
+PIECES, PIECE = 64, 4096
+"""Number of pieces of a file of weights that are read to tell it from another one, and bytes of each."""
 
 
 def replace_file(path: Path, write: Callable[[Path], object]) -> None:
@@ -35,6 +39,32 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> None:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def full_disk_named(directory: Path, remedy: str) -> Iterator[None]:
+    """Say which disk is full, and what to do, in errors about that."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise OSError(f"disk of {directory} is full; {remedy}") from error
+
+
+def digest_of_weights(path: Path) -> str:
+    """A digest of a model on disk, from the sizes and some pieces of its files; "" = there is none (a Hub id)."""
+    ends = ("*.safetensors", "*.bin", "*.gguf")
+    files = [path] if path.is_file() else sorted(file for end in ends for file in path.glob(end))
+    digest = hashlib.sha256()
+    for file in files:
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size} ".encode())
+        with file.open("rb") as opened:
+            for at in range(0, size, max(1, size // PIECES)):
+                opened.seek(at)
+                digest.update(opened.read(PIECE))
+    return digest.hexdigest()[:16] if files else ""
 
 
 def clones_cache() -> Path | None:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
 from functools import partial
@@ -239,6 +240,14 @@ def test_what_is_no_address_is_said(answerer, url):
 
 def choice(**message):
     return {"choices": [{"message": {"content": "hi"} | message, "finish_reason": "stop"}]}
+
+
+def test_a_gateway_that_reports_its_error_as_an_answer_is_asked_again(server, answerer):
+    answers = iter([completion("a"), {"error": {"message": "overloaded"}}, completion("b")])
+    server.reply = lambda request: (200, {}, next(answers))
+    told = dict(answerer(replace(QUICK, concurrency=1)).answer(numbered(conversation("1"), conversation("2"))))
+    assert not any(isinstance(answer, UnansweredError) for answer in told.values())
+    assert len(server.requests) == 3
 
 
 NO_COMPLETION = r"sent no chat completion .*; give the address up to /v1"

@@ -1,3 +1,4 @@
+import errno
 import json
 from functools import partial
 
@@ -6,7 +7,7 @@ import pytest
 from medusa import Speculation
 from medusa.data.__main__ import main
 from medusa.data.exchange import Exchange, Prompt, Settings, samples
-from medusa.data.local import LocalAnswerer
+from medusa.data.local import LocalAnswerer, sampling_params
 from medusa.data.prompts import conversations, file_prompts, fitting
 from medusa.data.regenerate import Part, regenerate
 from medusa.data.sources import Source
@@ -39,10 +40,25 @@ def run(model, tmp_path):
 def test_answers_are_the_bases_own_and_only_they_are_supervised(model, prompts, run, settings):
     samples = run(prompts, **settings)
     shortest_first = sorted((list(prompt.ids) for prompt in prompts), key=len)
-    seed = settings.pop("seed", 0)
+    settings.pop("seed", None)
     for number, (prompt, sample) in enumerate(zip(shortest_first, samples, strict=True)):
-        answer = model.generate(prompt, max_new_tokens=8, nodes=1, seed=seed + number, **settings).tokens
+        seed = sampling_params(Settings(seed=3), number).seed
+        answer = model.generate(prompt, max_new_tokens=8, nodes=1, seed=seed, **settings).tokens
         assert sample == {"input_ids": prompt + answer, "loss_mask": [0] * len(prompt) + [1] * len(answer)}
+
+
+def test_another_seed_draws_other_texts():
+    drawn = [{sampling_params(Settings(seed=seed), number).seed for number in range(99)} for seed in (0, 1)]
+    assert len(drawn[0] | drawn[1]) == 198
+
+
+def test_a_full_disk_is_named(prompts, run, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Part, "add", full)
+    with pytest.raises(OSError, match=r"disk of .* is full; free space, then the same command continues"):
+        run(prompts)
 
 
 def chats(tmp_path, *turns):

@@ -1,15 +1,18 @@
 """Files that appear whole, and what is left where that went wrong."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from medusa import files
-from medusa.files import ABANDONED, replace_file, sweep, write_json
+from medusa.files import ABANDONED, digest_of_weights, replace_file, sweep, write_json
 
 KILLED = """
 import os, signal, sys
@@ -66,3 +69,14 @@ def test_what_is_kept_has_one_place_with_and_without_launch_sh(tmp_path, monkeyp
     assert files.cache_directory() == tmp_path / ".cache" / "medusa"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "named"))
     assert files.cache_directory() == tmp_path / "named" / "medusa"
+
+
+def test_a_model_that_was_trained_again_has_another_digest(base_directory, tmp_path):
+    copy = Path(shutil.copytree(base_directory, tmp_path / "base"))
+    assert digest_of_weights(copy) == digest_of_weights(base_directory) != ""
+    file = copy / "model.safetensors"
+    weights = load_file(file)
+    weights["model.layers.1.mlp.up_proj.weight"] += 0.01
+    save_file(weights, file, metadata={"format": "pt"})
+    assert digest_of_weights(copy) != digest_of_weights(base_directory)
+    assert digest_of_weights(file) and not digest_of_weights(Path("some/model"))

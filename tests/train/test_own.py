@@ -21,6 +21,7 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, MistralConfig, OPTConfig
 
 from medusa import BaseModel, MedusaModel
+from medusa.data.chat_prompts import chat_prompts
 from medusa.data.exchange import Prompt, Settings
 from medusa.files import header, write_json
 from medusa.train.own import asked, measure, result
@@ -135,6 +136,10 @@ def test_a_plan_fits_the_time_and_comes_back_from_its_file(tmp_path: Path) -> No
     plan.save(tmp_path)
     assert Plan.load(tmp_path, ASKED) == plan
     assert Plan.load(tmp_path / "other", ASKED) is None
+    with pytest.raises(
+        ValueError, match=r"content of base \(ab\) differs from that of the run .*\(none\); give another"
+    ):
+        Plan.load(tmp_path, replace(ASKED, content_of_base="ab"))
     with pytest.raises(ValueError, match=r"hours \(3\.0\) differs from that of the run .*\(2\.0\); give another --out"):
         Plan.load(tmp_path, replace(ASKED, hours=3.0))
     (tmp_path / FILE).write_text((tmp_path / FILE).read_text().replace('"written"', '"writ"'))
@@ -205,6 +210,12 @@ def test_a_chat_base_writes_half_of_its_prompts(with_template, tmp_path: Path) -
     assert [len(side) for side in sides] == [20, 8]
     assert [sum(text.startswith("own ") for text in side) for side in sides] == [6, 4]
     assert not {*sides[0]} & {*sides[1]}
+    made = [prompt.turns[0] for prompt in chat_prompts("train", 40)]
+    (tmp_path / asked.WRITTEN).write_text(
+        "".join(json.dumps({"messages": [{"role": "user", "content": text}]}) + "\n" for text in made[:30])
+    )
+    train, heldout = asked.division(plan, model, tmp_path, [])
+    assert len({prompt.asked[0][0]["content"] for prompt in train + heldout}) == 28, "it wrote what templates say too"
     assert asked.beginnings(with_template("nobody"), asked.CHAT, 3) == [], "it shows no place where a user speaks"
 
 

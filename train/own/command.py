@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.logging import RichHandler
 
 from medusa.data.exchange import Prompt
+from medusa.files import digest_of_weights
 from medusa.train.own.plan import STAGES, Asked, Plan
 from medusa.train.own.screen import Screen, clock
 from medusa.train.stop import Stopped, StopRequest
@@ -100,7 +101,8 @@ def _checked(options: argparse.Namespace) -> tuple[Path, Asked, list[Prompt]]:
     if options.prompts:
         sample_files(Path(options.prompts))
         content, found = Source(options.prompts).fingerprint(), read_prompts(options.prompts)
-    return out, Asked(options.base, options.hours, options.prompts, content), found
+    weights = digest_of_weights(Path(options.base))
+    return out, Asked(options.base, options.hours, options.prompts, content, weights), found
 
 
 def _answers(asked: Asked, plan: Plan | None, out: Path, found: list[Prompt], screen: Screen, began: float) -> Plan:

@@ -33,6 +33,8 @@ class Asked:
     """A file of prompts; "" = none."""
     content_of_prompts: str
     """Fingerprint of that file."""
+    content_of_base: str = ""
+    """Digest of a base in a local folder, which may have been trained again; "" = of another base."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ class Plan:
             return None
         values = read_json(out / FILE, "plan", REMEDY)
         try:
-            before = Asked(**values["asked"])
+            before = Asked(**{"content_of_base": asked.content_of_base} | values["asked"])
             plan = Plan(before, **{each.name: values[each.name] for each in fields(Plan) if each.name != "asked"})
         except (KeyError, TypeError) as error:
             raise ValueError(f"plan ({out / FILE}) lacks a value ({error}); {REMEDY}") from None
