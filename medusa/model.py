@@ -28,6 +28,7 @@ from medusa.io.hub import push
 from medusa.loading.load import load_base_and_heads, load_draft_model
 from medusa.prompts import Prompt, Prompts, encode, render_messages
 from medusa.sampling import Options, from_options
+from medusa.torch_defaults import torch_defaults
 
 
 class Stream:
@@ -57,6 +58,7 @@ class MedusaModel:
         provenance: The origin of the heads, if it is known; saved with them.
     """
 
+    @torch_defaults()
     def __init__(
         self,
         base: BaseModel,

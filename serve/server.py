@@ -4,6 +4,7 @@ import argparse
 import gc
 import logging
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -30,6 +31,10 @@ Keys are best given in the environment, which lists of processes do not show. ME
 clients may use, separated by commas (none = everyone may ask). MEDUSA_ADMIN_KEY holds the key that may load and remove
 heads at run time (none = nobody may).
 """
+
+
+TORCHRUNS_DRAIN = 20.0
+"""Longest ``--drain`` under torchrun, which kills its processes 30 seconds after a signal."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -118,6 +123,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = build_parser()
     add_flags(parser.add_argument_group("plan"), DryRun)
     args = parser.parse_args(argv)
+    if args.tensor_parallel:
+        args.drain = min(args.drain, TORCHRUNS_DRAIN)
     show_messages("%(asctime)s %(message)s")
     logging.getLogger("medusa.serve").setLevel(logging.INFO)
     try:
@@ -131,7 +138,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             app = build_app(args)
         with listening:
             gc.freeze()  # loaded objects stay: later collections need not scan them
-            with suppress(KeyboardInterrupt):  # Uvicorn raises the Ctrl-C that ended it again
+            signal.signal(signal.SIGTERM, signal.default_int_handler)
+            with suppress(KeyboardInterrupt):  # Uvicorn raises the signal that ended it again
                 Server(app, listening, args.drain).run()
     except ImportError as error:
         logger.error("%s; install the server with: pip install 'medusa-decoding[serve]'", error)

@@ -6,8 +6,9 @@ Both read torch's weights in place. A row's results are equal bit by bit, whatev
 import ctypes
 import logging
 import math
+import os
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any, TypeGuard
 
 import torch
@@ -65,6 +66,8 @@ def kernels() -> ctypes.CDLL:
         NativeUnavailableError: The library cannot be built or loaded.
     """
     library = build.load(build.SOURCE)
+    # OpenMP's threads are not in a forked child, where the next call, ours or torch's, would wait for them for ever.
+    os.register_at_fork(after_in_child=partial(torch.set_num_threads, 1))
     number, pointer = ctypes.c_int64, ctypes.c_void_p
     arguments: dict[str, Sequence[Any]] = {
         "linear": [ctypes.c_int, ctypes.c_int, ctypes.POINTER(LinearStruct), number, pointer, pointer],

@@ -11,6 +11,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import count
 from pathlib import Path
+from threading import Lock
 
 import torch
 from safetensors import safe_open
@@ -44,7 +45,8 @@ Context = tuple[int, ...]
 class NgramCache:
     """Counts of tokens that followed contexts; the least recently used context is dropped first.
 
-    Requests of one model that name the drafter share it, so one request learns from the texts of others.
+    Requests of one model that name the drafter share it, so one request learns from the texts of others. Threads may
+    share it too.
 
     Args:
         capacity: Most contexts.
@@ -56,6 +58,7 @@ class NgramCache:
         self._capacity = capacity
         self._counts: OrderedDict[Context, Counter[int]] = OrderedDict()
         self._right = self._expected = TRUST
+        self._lock = Lock()
 
     def __len__(self) -> int:
         """Number of contexts."""
@@ -63,16 +66,17 @@ class NgramCache:
 
     def learn(self, tokens: Sequence[int]) -> None:
         """Count what follows each context of a text."""
-        for end in range(min(ORDERS), len(tokens)):
-            for order in ORDERS:
-                if order <= end:
-                    self._count(tuple(tokens[end - order : end]), tokens[end], 1)
-        while len(self._counts) > self._capacity:
-            self._counts.popitem(last=False)
+        with self._lock:
+            for end in range(min(ORDERS), len(tokens)):
+                for order in ORDERS:
+                    if order <= end:
+                        self._count(tuple(tokens[end - order : end]), tokens[end])
+            while len(self._counts) > self._capacity:
+                self._counts.popitem(last=False)
 
-    def _count(self, context: Context, token: int, times: int) -> None:
+    def _count(self, context: Context, token: int) -> None:
         counts = self._counts.setdefault(context, Counter())
-        counts[token] += times
+        counts[token] += 1
         if len(counts) > KEPT:
             rarest = min((other for other in counts if other != token), key=counts.__getitem__)
             del counts[rarest]
@@ -86,10 +90,11 @@ class NgramCache:
         """
         trust = min(0.0, math.log(self._right / self._expected))
         for order in ORDERS:
-            counts = self._counts.get(context[-order:]) if order <= len(context) else None
+            with self._lock:
+                counts = dict(self._counts.get(context[-order:]) or {}) if order <= len(context) else {}
             if counts:
                 total = math.log(sum(counts.values()) + DOUBT)
-                for token, times in list(counts.items()):  # other threads may be learning
+                for token, times in counts.items():
                     yield token, math.log(times) - total + trust
                 return
 
@@ -118,9 +123,10 @@ class NgramCache:
 
     def save(self, path: str | Path) -> None:
         """Write the cache as one safetensors file, atomically."""
-        width, contexts = max(ORDERS), list(self._counts)
-        rows = [[-1] * (width - len(context)) + list(context) for context in contexts]
-        pairs = [[*self._counts[context].most_common(KEPT), *[(-1, 0)] * KEPT][:KEPT] for context in contexts]
+        width = max(ORDERS)
+        with self._lock:
+            rows = [[-1] * (width - len(context)) + list(context) for context in self._counts]
+            pairs = [[*counts.most_common(KEPT), *[(-1, 0)] * KEPT][:KEPT] for counts in self._counts.values()]
         tensors = {
             "contexts": torch.tensor(rows, dtype=torch.int32).view(-1, width),
             "following": torch.tensor(pairs, dtype=torch.int32).view(-1, KEPT, 2),
@@ -146,20 +152,26 @@ class NgramCache:
             with safe_open(path, framework="pt") as file:
                 if (file.metadata() or {}).get("format") != FORMAT:
                     raise ValueError("it has another format")
-                contexts, following = file.get_tensor("contexts").tolist(), file.get_tensor("following").tolist()
+                contexts, following = file.get_tensor("contexts"), file.get_tensor("following")
+            if contexts.shape != (len(following), max(ORDERS)) or following.shape[1:] != (KEPT, 2):
+                raise ValueError("its tables have other shapes")
+            known = {
+                tuple(token for token in context if token >= 0): Counter(
+                    {token: times for token, times in pairs if token >= 0 and times > 0}
+                )
+                for context, pairs in zip(contexts.tolist(), following.tolist(), strict=True)
+            }
         except FileNotFoundError:
             raise
         except Exception as error:
             raise ValueError(f"n-gram cache ({path}) cannot be read: {error}; save it again") from error
-        largest = max((token for pairs in following for token, _ in pairs), default=0)
+        largest = max(following[..., 0].flatten().tolist(), default=0)
         if vocab_size is not None and largest >= vocab_size:
             raise ValueError(
                 f"n-gram cache ({path}) holds token {largest}, and the base has {vocab_size} tokens: it was saved with"
                 " another base; give another file"
             )
-        for context, pairs in list(zip(contexts, following, strict=True))[-capacity:]:
-            key = tuple(token for token in context if token >= 0)
-            cache._counts[key] = Counter({token: times for token, times in pairs if times > 0})
+        cache._counts.update(list(known.items())[-capacity:])
         return cache
 
     def fill(self, texts: Iterable[Sequence[int]]) -> int:

@@ -30,6 +30,7 @@ from medusa.engine.step import first_step
 from medusa.engine.steps import EagerSteps, Steps
 from medusa.sampling import SamplingParams, Speculation, check_whole
 from medusa.state import DecodeState
+from medusa.torch_defaults import torch_defaults
 
 PLAIN = PlainDrafter()
 
@@ -51,6 +52,7 @@ class Batch:
         preemptions: How often a request has lost its room and waited again.
     """
 
+    @torch_defaults()
     def __init__(
         self,
         base: BaseModel,
@@ -87,6 +89,7 @@ class Batch:
         """Whether, after a step in which nothing grew, users of the pool outside this batch hold the room it needs."""
         return self.waiting > 0 and len(self) == self.waiting
 
+    @torch_defaults()
     def add(
         self,
         prompt: Sequence[int],
@@ -156,6 +159,7 @@ class Batch:
         self.pool.check(len(prompt) + min(params.max_new_tokens, room) + trees)
         return rule
 
+    @torch_defaults()
     def remove(self, request: Request) -> None:
         """End a request that waits or grows, and free its blocks; nothing happens to one that has ended."""
         if not request.active:
@@ -170,6 +174,7 @@ class Batch:
         for request in (*self._scheduler, *self._decoding):
             request.close()
 
+    @torch_defaults()
     def step(self) -> dict[Request, list[Piece]]:
         """One decode step of the requests that are ready, with chunks of prompts in the same pass.
 

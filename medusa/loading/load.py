@@ -16,10 +16,12 @@ from medusa.loading import exactness
 from medusa.loading.dtype import faster_dtype
 from medusa.loading.self_test import choose_decoding, fuse
 from medusa.loading.tensor_parallel import lead_or_follow
+from medusa.torch_defaults import torch_defaults
 
 logger = logging.getLogger(__name__)
 
 
+@torch_defaults()
 def load_base_and_heads(
     heads: str | Path | None,
     base: str | Path | None = None,
@@ -79,6 +81,7 @@ def _told_apart(
     return None, heads
 
 
+@torch_defaults()
 def load_draft_model(name: str | Path, base: BaseModel) -> BaseModel:
     """A smaller model in the base's dtype and on its device, prepared for decoding.
 

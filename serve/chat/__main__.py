@@ -125,11 +125,11 @@ def _talk_to_model(args: argparse.Namespace, terminal: Terminal, settings: Gener
     options = _offered(terminal, from_flags(ModelOptions, args))
     with ending_at_once():
         model = options.load()
+    if args.ngrams and Path(args.ngrams).exists():  # before drafters are made
+        model.drafters.parts.ngrams = NgramCache.load(args.ngrams, vocab_size=model.base.vocab_size)
     title = describe(model, options.heads_or_default())
     if settings.nodes is None and tree is None:
         title += "\n" + model.explain(settings.drafter)
-    if args.ngrams and Path(args.ngrams).exists():
-        model.drafters.parts.ngrams = NgramCache.load(args.ngrams, vocab_size=model.base.vocab_size)
     try:
         Repl(model, terminal, COMMANDS, Conversation(args.system), settings, title, Prefix(), tree).run()
     finally:

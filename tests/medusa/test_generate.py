@@ -3,9 +3,13 @@
 import copy
 import dataclasses
 import math
+import os
 import pickle
 import re
 import shutil
+import subprocess
+import sys
+from functools import partial
 
 import pytest
 import torch
@@ -31,6 +35,37 @@ def test_plain_greedy_is_transformers_greedy(model, base):
     ids = base.tokenizer(PROMPTS[0], return_tensors="pt").input_ids
     expected = base.model.generate(ids, max_new_tokens=30, do_sample=False)[0, ids.shape[1] :].tolist()
     assert model.generate(PROMPTS[0], max_new_tokens=30).tokens == expected
+
+
+@pytest.mark.parametrize(
+    "around",
+    [partial(torch.device, "meta"), partial(torch.autocast, "cpu", torch.float16)],
+    ids=["another default device", "autocast"],
+)
+def test_what_a_program_sets_for_its_own_tensors_changes_nothing(base_directory, around):
+    options = {"base": base_directory, "dtype": torch.bfloat16, "device": "cpu"}
+    model = MedusaModel.from_pretrained(None, **options)
+    expected = model.generate(PROMPTS[0], max_new_tokens=12, nodes=4).tokens
+    with around():
+        assert model.generate(PROMPTS[0], max_new_tokens=12, nodes=4).tokens == expected
+        again = MedusaModel.from_pretrained(None, **options)
+        assert again.generate(PROMPTS[0], max_new_tokens=12, nodes=4).tokens == expected
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
+def test_a_forked_process_goes_on():
+    """In a process of its own: what waits for threads that are not there would wait for ever."""
+    code = """
+import multiprocessing, sys
+from medusa import MedusaModel
+model = MedusaModel.from_pretrained("embedded", device="cpu")
+def write(*_):
+    return model.generate("def add(", max_new_tokens=8).tokens
+expected = write()
+with multiprocessing.get_context("fork").Pool(1) as pool:
+    sys.exit(pool.apply_async(write).get(60) != expected)
+"""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=180)
 
 
 def test_prompt_lookup_saves_steps_without_any_heads(base):

@@ -2,12 +2,16 @@
 
 import dataclasses
 import json
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from random import Random
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from medusa import MedusaModel, Speculation
-from medusa.drafters.ngram import KEPT, NgramCache, NgramDrafter
+from medusa.drafters.ngram import FORMAT, KEPT, NgramCache, NgramDrafter
 from tests.medusa.states import decode_state
 
 TEXT = [1, 2, 3, 4, 5, 9, 2, 3, 4, 6, 2, 3, 4, 5]
@@ -70,6 +74,38 @@ def test_a_saved_cache_is_read_back(tmp_path):
         NgramCache.load(tmp_path / "missing")
     with pytest.raises(ValueError, match=r"capacity \(0\)"):
         NgramCache(0)
+
+
+@pytest.mark.parametrize("name", ["contexts", "following"])
+def test_damaged_tables_are_one_error(name, tmp_path):
+    cache = NgramCache()
+    cache.learn(TEXT)
+    cache.save(tmp_path / "ngrams")
+    tensors = load_file(tmp_path / "ngrams")
+    save_file(tensors | {name: tensors[name][1:]}, tmp_path / "ngrams", metadata={"format": FORMAT})
+    with pytest.raises(ValueError, match=r"cannot be read: its tables have other shapes; save it again"):
+        NgramCache.load(tmp_path / "ngrams")
+
+
+def test_threads_may_share_a_cache(tmp_path):
+    cache, interval = NgramCache(300), sys.getswitchinterval()
+
+    def teach(seed):
+        random = Random(seed)
+        for _ in range(60):
+            cache.learn([random.randrange(6) for _ in range(30)])
+
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor() as pool:
+            taught = [pool.submit(teach, seed) for seed in range(3)]
+            while not all(one.done() for one in taught):
+                cache.tree([1, 2, 3, 4], 16)
+                cache.save(tmp_path / "ngrams")
+    finally:
+        sys.setswitchinterval(interval)
+    assert [one.result() for one in taught] == [None] * 3
+    assert NgramCache.load(tmp_path / "ngrams").tree([1, 2, 3, 4], 16)
 
 
 def test_rows_of_a_batch_draft_apart(base):

@@ -87,7 +87,7 @@ def test_a_second_ctrl_c_does_not_wait_for_the_drain(speaker, monkeypatch):
 def test_it_says_when_and_where_it_is_ready_and_ctrl_c_ends_it_in_good_order(speaker, tmp_path):
     heads = str(speaker.save_pretrained(tmp_path / "heads"))
     command = [sys.executable, "-c", LAUNCH, "--heads", heads, "--port", "0", "--drain", "0.1", "--name", "small"]
-    for ready in (False, True):
+    for ready, number in ((False, signal.SIGINT), (True, signal.SIGINT), (True, signal.SIGTERM)):
         process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
         said = [process.stderr.readline()]
         assert re.match(TIME + "loading", said[0])
@@ -98,7 +98,7 @@ def test_it_says_when_and_where_it_is_ready_and_ctrl_c_ends_it_in_good_order(spe
             address = re.match(TIME + r"ready at (http://127\.0\.0\.1:\d+) \(web page;", said[-1])[1]
             assert any(line.startswith("heads ") for line in said)
             assert httpx.get(f"{address}/health").status_code == 200
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         rest = process.communicate(timeout=60)[1]
         assert process.returncode == (0 if ready else -signal.SIGINT)
         assert "Traceback" not in rest

@@ -154,8 +154,8 @@ def division(plan: Plan, model: MedusaModel, out: Path, found: Sequence[Prompt])
         return train, other
     if plan.kind == CHAT:
         own = _written(out)
-        sides = chat_prompts("train", count + len(own)), chat_prompts("heldout", heldout)
-        known = {prompt.turns[0] for side in sides for prompt in side}  # it may have ended one of these at once
+        templates = chat_prompts("train", count + len(own)) + chat_prompts("heldout", heldout)
+        known = {prompt.turns[0] for prompt in templates}  # it may have ended one of these at once
         own = [prompt for prompt in own if prompt.asked[0][0]["content"] not in known]
         kept = min(heldout // 2, len(own) // 2)
         made = chat_prompts("train", count - len(own) + kept), chat_prompts("heldout", heldout - kept)
