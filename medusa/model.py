@@ -268,6 +268,7 @@ class MedusaModel:
         """
         if pool is None and self.graphs is not None:
             pool = self.graphs.pool
+            pool.forget()  # it outlives the calls, and a prompt is computed in each call, as elsewhere
         return Batch(self.base, self.drafters, self.graphs, pool, config)
 
     @property

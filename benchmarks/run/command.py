@@ -18,7 +18,7 @@ from medusa.benchmarks.peers.copies import copy_draft, openvino_reads
 from medusa.benchmarks.peers.engine import BATCHING, EAGLE3_CHAIN, EAGLE3_TREE, MEDUSA, MODES, Engine, engines
 from medusa.benchmarks.report import Report, environment, publish
 from medusa.benchmarks.run.measure import figures, measure
-from medusa.benchmarks.run.methods import AUTO, LOSSY, PLAIN, Answers, Method, ended, of_transformers, ours
+from medusa.benchmarks.run.methods import AUTO, LOSSY, PLAIN, Answers, Method, ended, of_transformers, ours, speculation
 from medusa.benchmarks.run.shown import fields, tables
 from medusa.benchmarks.step.shapes import given_device, given_dtype, random_base, random_model, shape_config
 from medusa.data.arguments import base_arguments
@@ -65,6 +65,8 @@ def tune(options: argparse.Namespace) -> None:
     """Measure all drafters in all sizes, plain decoding and the automatic choice; save the best one."""
     if max(options.nodes) < 2:
         raise ValueError(f"nodes ({options.nodes}) leave no guess to try; give a size of 2 or more")
+    for name in options.drafters or ():
+        speculation(name)  # one that remembers the answers of earlier rounds is refused
     model = named_model(options, int8=options.int8, mtp=options.mtp)
     prompts, kinds = _prompts(options, model)
     report = _report(options, model, prompts) | {"int8": options.int8, "draft_model": options.draft_model}
@@ -158,6 +160,8 @@ def _peers(
     if model.base.dtype != torch.bfloat16 or model.base.device.type != "cpu":
         where = f"{model.base.dtype} on {model.base.device}"
         raise ValueError(f"--peers compute in bfloat16 on a CPU, and this base is in {where}; leave --peers out")
+    if model.base.adapter:
+        raise ValueError(f"--peers load {model.base.name} without the adapter of these heads; leave --peers out")
     eos = model.base.eos_ids
 
     def method(engine: Engine) -> Method:

@@ -16,6 +16,8 @@ from medusa.benchmarks.serving.client import Answer
 
 PAUSE = 1.0
 """Seconds that a client waits after a failure, so that a refusing server is not flooded."""
+GIVE_UP = 10
+"""Failures in a row, for each client, after which the server counts as gone."""
 
 Ask = Callable[[str, int], Awaitable[Answer]]
 """(prompt, most new tokens) -> answer."""
@@ -51,12 +53,13 @@ async def run_level(
         requests: Number of complete answers that ends the window; None = only ``seconds`` ends it.
 
     Raises:
-        RuntimeError: None of the first answers was complete.
+        RuntimeError: None of the first answers was complete, or the server is gone.
     """
     if seconds is None and requests is None:
         raise ValueError("level has no end; give seconds, requests or both")
     level, texts = Level(clients), itertools.cycle(prompts)
     opened, full = asyncio.Event(), asyncio.Event()
+    firsts, failed = list[Answer](), 0
 
     async def once(tokens: int) -> Answer:
         answer = await ask(next(texts), tokens)
@@ -64,14 +67,18 @@ async def run_level(
         return answer
 
     async def client(number: int) -> None:
-        await once(max(1, max_tokens * (number + 1) // clients))
-        if len(level.answers) >= clients and not opened.is_set():
-            _check(level)
+        nonlocal failed
+        firsts.append(await once(max(1, max_tokens * (number + 1) // clients)))
+        if len(firsts) == clients:
+            _check(firsts, f"all of the first {clients} requests")
             opened.set()
         while not full.is_set():
             answer = await once(max_tokens)
-            if answer.error:
+            failed = failed + 1 if answer.error else 0
+            if answer.error and failed < GIVE_UP * clients:
                 await asyncio.sleep(PAUSE)
+            elif answer.error:
+                _check([answer], f"{failed} requests in a row")
             elif requests is not None and _complete(level) >= requests:
                 full.set()
 
@@ -92,10 +99,7 @@ def _complete(level: Level) -> int:
     return sum(answer.error is None and answer.ended >= level.opened for answer in level.answers)
 
 
-def _check(level: Level) -> None:
-    """Raise an error if all first answers have failed, because the server or the requests are then wrong."""
-    errors = [answer.error for answer in level.answers if answer.error]
-    if len(errors) == len(level.answers):
-        raise RuntimeError(
-            f"server failed all of the first {len(errors)} requests, the last with: {errors[-1]}; look at its log"
-        )
+def _check(answers: Sequence[Answer], which: str) -> None:
+    """Raise an error if all of these answers have failed, because the server or the requests are then wrong."""
+    if all(answer.error for answer in answers):
+        raise RuntimeError(f"server failed {which}, the last with: {answers[-1].error}; look at its log")

@@ -8,7 +8,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig
 from transformers.utils.logging import disable_progress_bar
 
-from medusa import BaseModel, Batch, MedusaModel
+from medusa import BaseModel, Batch, DraftHeads, MedusaModel
 from medusa.base import smollm2
 from medusa.base.checkpoint import choose_dtype
 from medusa.base.names import full_name
@@ -36,10 +36,19 @@ BELOW = "N, tree nodes with the root (1 = plain decoding)"
 
 def step(options: argparse.Namespace) -> None:
     """Measure whole steps by tree size and batch; heads have random weights, because only their shape affects time."""
+    if options.tokens_per_step is not None and not options.tokens_per_step >= 1:
+        raise ValueError(
+            f"--tokens-per-step ({options.tokens_per_step}) must be at least 1; correct it, or leave it out"
+        )
     model = _with_random_heads(options)
     base = model.base
     figures = measure_steps(model, _sizes(options), options.tokens_per_step)
-    figures |= {"heads": _heads(options), "attention": base.attention.name, "int8": base.int8, "fused": base.fused}
+    figures |= {
+        "heads": _heads(options, model.heads),
+        "attention": base.attention.name,
+        "int8": base.int8,
+        "fused": base.fused,
+    }
     if options.profile:
         batch = Rig(model, options.batch[0], options.context, options.seed).begin(PLAIN)
         figures["profile"] = _profile(batch, base.device)
@@ -121,10 +130,11 @@ def _profile(batch: Batch, device: torch.device) -> str:
     return str(profiler.key_averages().table(sort_by=order, row_limit=12))
 
 
-def _heads(options: argparse.Namespace) -> str:
-    heads = f"{options.num_heads} {options.architecture}, random"
-    heads += f", drafting {options.draft_vocab} tokens" if options.draft_vocab else ""
-    return heads + (f", reading {options.feature_layers} layers" if options.feature_layers else "")
+def _heads(options: argparse.Namespace, heads: DraftHeads | None) -> str:
+    drafted = heads.config.draft_vocab_size if heads else 0
+    told = f"{options.num_heads} {options.architecture}, random"
+    told += f", drafting {drafted} tokens" if drafted else ""
+    return told + (f", reading {options.feature_layers} layers" if options.feature_layers else "")
 
 
 def _report(options: argparse.Namespace, dtype: torch.dtype, device: torch.device, figures: Report) -> Report:

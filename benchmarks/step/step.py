@@ -56,7 +56,7 @@ def measure_steps(model: MedusaModel, sizes: Sizes, tokens_per_step: float | Non
     ]
     if tokens_per_step:
         for row in rows:
-            emitted = 1 if row["nodes"] == 1 else tokens_per_step
+            emitted = min(tokens_per_step, row["nodes"])
             row["projected_tokens_per_s"] = round(1e3 * row["batch"] * emitted / row["step_ms"], 2)
             row["projected_speedup"] = round(emitted / row["step_overhead"], 4)
     return {

@@ -177,6 +177,13 @@ class BlockPool:
                 else:
                     self._free.append(block)
 
+    def forget(self) -> None:
+        """Forget all texts that no sequence holds, here and in the pools beside: their blocks become free."""
+        while self._index.idle:
+            self._free.append(self._index.give_up())
+        for pool in self._beside.values():
+            pool.forget()
+
     def content(self, tokens: Sequence[int]) -> Sequence[Hashable]:
         """The keys of a text's positions in the index."""
         return list(pairwise(tokens)) if self._ahead else tokens

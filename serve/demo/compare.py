@@ -12,10 +12,11 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from medusa import BaseModel, MedusaModel
-from medusa.base import smollm2
+from medusa.base import gguf, smollm2
+from medusa.base.adapter import apply_adapter
 from medusa.serve.demo.progress import Progress
 
 Engine = Callable[[list[int]], tuple[list[int], int]]
@@ -70,8 +71,15 @@ class Timing:
 
 
 def unpacked_copy(base: BaseModel) -> PreTrainedModel:
-    """A second copy of a base's weights in transformers' own layers with its own attention."""
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(smollm2.locate(base.name), dtype=base.dtype)
+    """A second copy of a base's weights in transformers' own layers with its own attention.
+
+    ``generate`` then chooses tokens by its arguments alone, and not by settings that come with the checkpoint.
+    """
+    path = gguf.expanded(smollm2.locate(base.name))
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype=base.dtype)
+    if base.adapter:
+        model = apply_adapter(model, base.adapter)
+    model.generation_config = GenerationConfig(eos_token_id=sorted(base.eos_ids) or None, pad_token_id=0)
     return model.to(base.device).eval()
 
 

@@ -255,6 +255,13 @@ def test_what_is_recorded_serves_later_calls(eager, fresh):
     assert fresh.recorder.recorded == 4, "all of them are kept"
 
 
+def test_a_prompt_is_computed_in_each_call(fresh):
+    prompt = list(range(3, 73))
+    outputs = [fresh.generate(prompt, max_new_tokens=3, nodes=1) for _ in range(2)]
+    assert [output.cached_tokens for output in outputs] == [0, 0]
+    fresh.graphs.pool.check_integrity()
+
+
 @pytest.mark.parametrize("limit", [4, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 7))])
 def test_answers_that_end_before_others_end_where_eager_ones_do(eager, ending_with, limit):
     """By a token, a string or a limit, in the middle of what a step accepts; the next step is under way already."""

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import shutil
 import sys
 
 import pytest
@@ -33,6 +34,15 @@ def test_a_batch_of_transformers_is_ours(model):
         groups = [PROMPTS] if method.batches else [[prompt] for prompt in PROMPTS]
         said = [tokens for group in groups for tokens in method.complete(group, [0] * len(group)).tokens]
         assert said == plain.complete(PROMPTS, [0, 0, 0]).tokens, method.name
+
+
+def test_settings_of_a_checkpoint_reach_neither_side(base_directory, tmp_path):
+    directory = shutil.copytree(base_directory, tmp_path / "base")
+    settings = {"repetition_penalty": 1.5, "top_p": 0.1, "do_sample": True, "eos_token_id": 0}
+    (directory / "generation_config.json").write_text(json.dumps(settings))
+    model = MedusaModel.from_pretrained(None, base=directory, dtype=torch.float64)
+    (method, *_) = of_transformers(unpacked_copy(model.base), model.base.eos_ids, 12, 0.0)
+    assert method.complete(PROMPTS, [0]).tokens == ours(model, "plain", 12, 0.0).complete(PROMPTS, [0, 0, 0]).tokens
 
 
 @pytest.mark.parametrize(

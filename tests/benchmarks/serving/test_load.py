@@ -80,6 +80,34 @@ def test_a_server_that_fails_always_is_no_figure(server):
     assert re.search(told, str(caught.value.exceptions[0]))
 
 
+def test_a_server_that_is_gone_ends_the_level(monkeypatch):
+    monkeypatch.setattr(load, "PAUSE", 0.001)
+    asked = []
+
+    async def ask(prompt, tokens):
+        now, error = time.monotonic(), "connection refused" if len(asked) >= 4 else None
+        asked.append(prompt)
+        return Answer(now, [now], tokens=1, ended=now, error=error)
+
+    with pytest.raises(ExceptionGroup) as caught:
+        asyncio.run(run_level(ask, ["x"], 2, 1, requests=50))
+    assert "failed 20 requests in a row, the last with: connection refused" in str(caught.value.exceptions[0])
+
+
+def test_the_window_opens_when_every_client_has_had_an_answer():
+    whole = []  # answers of full length; the first one is the second client's first
+
+    async def ask(prompt, tokens):
+        now, slow = time.monotonic(), tokens == 8 and not whole
+        whole.extend([1] * (tokens == 8))
+        await asyncio.sleep(0.1 if slow else 0.001)
+        return Answer(now, [now], tokens=1, ended=time.monotonic())
+
+    began = time.monotonic()
+    level = asyncio.run(run_level(ask, ["x"], 2, 8, requests=1))
+    assert level.opened - began > 0.05
+
+
 def test_a_level_needs_an_end(server):
     with pytest.raises(ValueError, match="level has no end"):
         level(server, 1)
