@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # Sets up .venv inside the clone, then runs one command in it. Nothing outside the clone is written.
+[ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@"
 set -euo pipefail
 
 ROOT=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")" && pwd)
@@ -113,6 +114,8 @@ run_as_it_is() {
 }
 
 cd "$ROOT"
+# Python reads the current folder by itself, but not with PYTHONSAFEPATH.
+if [ -n "${MEDUSA_PYTHON:-}" ]; then export PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH}; fi
 command=${1:-demo}
 shift $(($# > 0))
 case $command in

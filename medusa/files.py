@@ -81,8 +81,21 @@ def cache_directory() -> Path:
     try:
         home = Path(os.environ.get("XDG_CACHE_HOME") or clones_cache() or Path.home() / ".cache")
     except RuntimeError:  # a user without a home, as in some containers
-        home = Path(tempfile.gettempdir())
+        return private_directory()
     return home / "medusa"
+
+
+def private_directory() -> Path:
+    """A temporary directory of this user, which holds code and weights that nobody else may have put there.
+
+    Raises:
+        PermissionError: Somebody else has taken its name.
+    """
+    directory = Path(tempfile.gettempdir()) / f"medusa-{os.getuid()}"
+    directory.mkdir(mode=0o700, exist_ok=True)
+    if directory.is_symlink() or directory.stat().st_uid != os.getuid():
+        raise PermissionError(f"temporary directory ({directory}) is somebody else's; set XDG_CACHE_HOME")
+    return directory
 
 
 def sweep(directory: Path, pattern: str, age: float = ABANDONED) -> None:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from medusa.base.names import full_name
 from medusa.budget.plan import in_words
 from medusa.data.arguments import DTYPES, base_arguments
 from medusa.serve.flags import flag
@@ -67,6 +68,8 @@ class ModelOptions:
             OSError: They are not there or cannot be read.
             ValueError: They do not fit together, or the chat template cannot be read or is none.
         """
+        if self.base:
+            full_name(self.base)  # a base that is not there explains why its heads are not
         heads = self.heads_or_default()
         if heads and not Path(heads).is_dir() and heads.count("/") != 1:  # "user/heads" may be on the Hub
             train = "run ./launch.sh first, which trains them, " if heads == DEFAULT_HEADS else ""

@@ -22,7 +22,7 @@ sys.path.insert(0, str(ROOT))  # this clone's medusa, whichever is installed
 from medusa.cpu import build, flavours  # noqa: E402
 
 PACKAGES = ("medusa", "benchmarks", "data", "serve", "train")
-FILES = ("pyproject.toml", "README.md", "LICENSE")
+FILES = ("pyproject.toml", "README.md", "LICENSE", "MANIFEST.in")
 
 
 def main() -> None:

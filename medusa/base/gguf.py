@@ -70,8 +70,12 @@ def keep(directory: Path, make: Callable[[Path], None]) -> None:
     """
     if directory.exists():
         return
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    with directory.with_name(f"{directory.name}.lock").open("w") as lock:
+    try:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        opened = directory.with_name(f"{directory.name}.lock").open("w")
+    except PermissionError as error:
+        raise PermissionError(f"cache ({directory.parent}) cannot be written; set XDG_CACHE_HOME") from error
+    with opened as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if directory.exists():
             return

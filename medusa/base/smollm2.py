@@ -89,7 +89,7 @@ def _from_hub(cached: bool) -> Path | None:
 
     patterns = ["*.json", "*.txt", "*.jinja", "model.safetensors"]
     for place in _hub_caches() if cached else _hub_caches()[:1]:
-        with suppress(LocalEntryNotFoundError, HfHubHTTPError, OSError, ValueError):
+        with suppress(LocalEntryNotFoundError, HfHubHTTPError, OSError, ValueError, RuntimeError):  # or no home
             path = Path(snapshot_download(HUB_ID, allow_patterns=patterns, local_files_only=cached, cache_dir=place))
             if (path / "model.safetensors").is_file():
                 return path

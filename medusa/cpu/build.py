@@ -15,12 +15,11 @@ import shlex
 import shutil
 import subprocess
 import sys
-import tempfile
 from functools import cache
 from pathlib import Path
 
 from medusa.cpu import flavours
-from medusa.files import cache_directory, replace_file
+from medusa.files import cache_directory, private_directory, replace_file
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +92,10 @@ def find_compiler() -> list[str]:
     Raises:
         NativeUnavailableError: There is no compiler.
     """
-    named = shlex.split(os.environ.get("CXX", ""))
+    try:
+        named = shlex.split(os.environ.get("CXX", ""))
+    except ValueError as error:
+        raise NativeUnavailableError(f"CXX ({os.environ['CXX']}) is no command: {error}; correct it") from error
     if named and shutil.which(named[0]):
         return named
     found = next((found for name in COMPILERS if (found := shutil.which(name))), None)
@@ -108,10 +110,7 @@ def _writable(directory: Path, name: str) -> Path:
         directory.mkdir(parents=True, exist_ok=True)
     if (directory / f"{name}.so").exists() or os.access(directory, os.W_OK | os.X_OK):
         return directory
-    temporary = Path(tempfile.gettempdir()) / f"medusa-{os.getuid()}"
-    temporary.mkdir(mode=0o700, exist_ok=True)
-    if temporary.is_symlink() or temporary.stat().st_uid != os.getuid():
-        raise PermissionError(f"neither {directory} nor {temporary} can be written; set XDG_CACHE_HOME")
+    temporary = private_directory()
     logger.info("kernels: %s cannot be written, they are kept in %s", directory, temporary)
     return temporary
 

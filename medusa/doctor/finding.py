@@ -1,5 +1,6 @@
 """What a look at the machine finds."""
 
+import shlex
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -31,4 +32,4 @@ def install(*packages: str, extra: str = "", options: str = "") -> str:
     """The command that installs packages, or an extra of this one, for the Python that runs now."""
     if extra:
         packages = (f"-e '{CLONE}[{extra}]'" if clones_cache() else f"'medusa-decoding[{extra}]'",)
-    return " ".join([sys.executable, "-m pip install", *([options] if options else []), *packages])
+    return " ".join([shlex.quote(sys.executable), "-m pip install", *([options] if options else []), *packages])

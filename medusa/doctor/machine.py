@@ -5,6 +5,7 @@ import platform
 import shutil
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -189,8 +190,10 @@ def _no_gpu(version: str, cuda: str | None) -> Finding:
 
 def disks() -> Iterator[Finding]:
     """Where kernels and downloads are kept: whether that can be written to, and what is free."""
-    from_hub = os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME") or "~/.cache/huggingface") / "hub"
-    places = {"XDG_CACHE_HOME": cache_directory(), "HF_HOME": Path(from_hub).expanduser()}
+    hub = Path(os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME") or "~/.cache/huggingface") / "hub")
+    with suppress(RuntimeError):  # a user without a home
+        hub = hub.expanduser()
+    places = {"XDG_CACHE_HOME": cache_directory(), "HF_HOME": hub}
     for variable, place in places.items():
         there = next(parent for parent in (place, *place.parents) if parent.exists())
         free = shutil.disk_usage(there).free

@@ -127,8 +127,9 @@ def hub() -> Finding:
         with one_sentence("offline"):
             get_session().head(constants.ENDPOINT, timeout=TIMEOUT)
     except OSError as error:
-        remedy = "unset HF_HUB_OFFLINE" if constants.HF_HUB_OFFLINE else here
-        return Finding("hub", "missing", str(error), remedy, {"endpoint": constants.ENDPOINT})
+        offline = constants.HF_HUB_OFFLINE
+        says, remedy = ("HF_HUB_OFFLINE is set", "unset HF_HUB_OFFLINE") if offline else (str(error), here)
+        return Finding("hub", "missing", says, remedy, {"endpoint": constants.ENDPOINT})
     seconds = time.perf_counter() - begin
     says = f"{constants.ENDPOINT} answers in {seconds:.1f} s"
     return Finding("hub", "ok", says, figures={"endpoint": constants.ENDPOINT, "seconds": round(seconds, 3)})

@@ -4,10 +4,11 @@ import asyncio
 
 import pytest
 
-from medusa import MedusaModel, SamplingParams, Speculation
-from medusa.serve.engine import Engine
+from medusa import BaseModel, MedusaModel, SamplingParams, Speculation
+from medusa.serve import engine as serving
+from medusa.serve.engine import Engine, cache_tokens
 from medusa.serve.metrics import Metrics
-from medusa.serve.request import Asked, EngineError, StoppingError
+from medusa.serve.request import Asked, EngineError, LateError, StoppingError
 from medusa.serve.settings import EngineSettings
 
 LONG = SamplingParams(max_new_tokens=60, ignore_eos=True)
@@ -197,3 +198,70 @@ def test_requests_that_wait_keep_heads_that_are_removed(speaker, make_heads):
 
     one, other = run(speaker, scenario, EngineSettings(cache_tokens=16_384, max_batch=1))
     assert one == other and len(one) == 60
+
+
+@pytest.mark.parametrize(
+    "waiting", [[("many", 0), ("many", -1)], [("many", 0), ("few", 0)]], ids=["priority", "client"]
+)
+def test_priority_and_client_reach_the_batch(speaker, waiting):
+    async def scenario(engine):
+        ends = await taken(engine, [5, 6], SamplingParams(max_new_tokens=20, ignore_eos=True), client="many")
+        stays = await taken(engine, [5, 7], SamplingParams(max_new_tokens=200, ignore_eos=True), client="many")
+        others = [
+            await taken(engine, [5, 8 + n], LONG, client=client, priority=priority)
+            for n, (client, priority) in enumerate(waiting)
+        ]
+        order = []
+
+        async def end(name, ticket):
+            await complete(ticket)
+            order.append(name)
+
+        await asyncio.gather(end("ends", ends), end("stays", stays), *(end(n, one) for n, one in enumerate(others)))
+        return [name for name in order if isinstance(name, int)]
+
+    assert run(speaker, scenario, EngineSettings(max_batch=2, cache_tokens=16_384))[0] == 1
+
+
+def test_a_drain_ends_with_the_last_request(speaker):
+    async def scenario():
+        engine = Engine(speaker, EngineSettings(cache_tokens=16_384), Metrics("small"))
+        engine.start()
+        running = await taken(engine, [5, 6], LONG)
+        stopping = asyncio.create_task(engine.stop(drain=30))
+        await complete(running)
+        await asyncio.wait_for(stopping, 10)
+
+    asyncio.run(scenario())
+
+
+def test_time_passes_for_requests_that_wait(speaker):
+    async def scenario(engine):
+        running = await taken(engine, [5, 6], SamplingParams(max_new_tokens=240, ignore_eos=True))
+        waiting = await taken(engine, [5, 7], LONG, timeout=1e-6)
+        with pytest.raises(LateError):
+            await complete(waiting)
+        assert running.output.finish_reason is None
+        running.cancel()
+
+    run(speaker, scenario, EngineSettings(max_batch=1, cache_tokens=16_384))
+
+
+def test_batches_of_earlier_heads_go_with_their_last_request(speaker, make_heads):
+    async def scenario(engine):
+        before = await taken(engine, [5, 6], LONG)
+        await engine.call(lambda: engine.use(speaker.with_heads({"other": make_heads()})))
+        await complete(before)
+        await engine.call(lambda: None)
+        return len(engine._old)
+
+    assert run(speaker, scenario) == 0
+
+
+def test_the_cache_shares_its_memory_with_layers_and_models_that_draft(base, make_heads, monkeypatch):
+    monkeypatch.setattr(serving, "machine_memory", lambda: 1 << 30)
+    small = BaseModel(base.model, base.tokenizer, base.name)
+    alone = cache_tokens(MedusaModel(base))
+    assert cache_tokens(MedusaModel(base, draft_model=small)) == alone // 2
+    with_layer = cache_tokens(MedusaModel(base, make_heads(architecture="attention")))
+    assert with_layer == pytest.approx(alone * 2 / 3, abs=1), "the base has two layers"
