@@ -2,8 +2,8 @@
 
 import argparse
 
-from medusa.base.names import default_base
-from medusa.data.arguments import DTYPES, at_least
+from medusa.base.names import DTYPES, default_base
+from medusa.data.arguments import at_least
 from medusa.sampling import sources
 from medusa.serve.model_options import ATTENTION
 from medusa.train.config import ARCHITECTURES

@@ -9,10 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from medusa.base.names import full_name
-
-DTYPES = ("auto", "float32", "bfloat16", "float16")
-"""Dtypes of a base's weights; auto = the checkpoint's, or a faster one on this machine."""
+from medusa.base.names import DTYPES, full_name
 
 
 class Defaults(argparse.ArgumentDefaultsHelpFormatter):

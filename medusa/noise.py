@@ -39,9 +39,9 @@ def gumbel_of(keyed: Tensor, tokens: Tensor) -> Tensor:
     return -torch.log(-torch.log1p(-_uniform(keyed, tokens)))
 
 
-def uniform_noise(seeds_B: Tensor, positions_BN: Tensor, tokens_BN: Tensor, stream: int = CHANCE) -> Tensor:
+def uniform_noise(seeds_B: Tensor, positions_BN: Tensor, tokens_BN: Tensor) -> Tensor:
     """Numbers [B, N] float32 uniform in (0, 1), one for each pair of a position and a token id."""
-    return _uniform(keys(seeds_B, positions_BN, stream), tokens_BN)
+    return _uniform(keys(seeds_B, positions_BN, CHANCE), tokens_BN)
 
 
 def keys(seeds_B: Tensor, positions_BN: Tensor, stream: int = TEXT) -> Tensor:

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from medusa.base.names import full_name
+from medusa.base.names import DTYPES, full_name
 from medusa.budget.plan import in_words
-from medusa.data.arguments import DTYPES, base_arguments
+from medusa.data.arguments import base_arguments
 from medusa.serve.flags import flag
 
 if TYPE_CHECKING:

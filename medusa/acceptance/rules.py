@@ -10,7 +10,7 @@ from medusa.acceptance.logits import Warper
 from medusa.acceptance.path import Rule, Verdict
 from medusa.acceptance.rejection import first_accepted, rejection_chances
 from medusa.cpu import native, selection
-from medusa.noise import CHANCE, gumbel_noise, uniform_noise
+from medusa.noise import gumbel_noise, uniform_noise
 from medusa.state import DecodeState
 from medusa.tree import Draft
 
@@ -54,7 +54,7 @@ def speculative(warper: Warper) -> Rule:
         if draft.probs is None:
             return Verdict(None, _draw(draft, logits_BNV, state, warper))
         chances_BN, left_BNV = rejection_chances(draft, draft.probs, warper(logits_BNV).softmax(-1))
-        uniform_BN = uniform_noise(state.seeds, state.positions[:, None] + draft.depths, draft.tokens, CHANCE)
+        uniform_BN = uniform_noise(state.seeds, state.positions[:, None] + draft.depths, draft.tokens)
         edges_BN = first_accepted(draft, uniform_BN < chances_BN)
         return Verdict(edges_BN, _draw(draft, left_BNV.log(), state, Warper()))
 

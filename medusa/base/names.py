@@ -10,6 +10,8 @@ EMBEDDED = "embedded"
 """A small base that the repository holds; wheels leave out its 20 megabytes."""
 GGUF = ".gguf"
 """End of the names of GGUF files."""
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+"""Names of a base's dtypes; auto = the checkpoint's, or a faster one on this machine."""
 SHIPPED = (Path(__file__).parents[1] / "data").resolve()
 """The data folder: of the repository, through a link in the package, or of the installed package."""
 

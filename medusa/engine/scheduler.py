@@ -66,7 +66,7 @@ class Scheduler:
         chunks, budget = list[Chunk](), self._config.pass_tokens
         for request in list(self._prompts):
             size = min(request.missing, self._chunk)
-            if chunks and size > budget:
+            if size > budget:
                 break
             chunks.append(Chunk(request, size))
             budget -= size

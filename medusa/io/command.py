@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from medusa.base.names import DTYPES
 from medusa.files import write_json
 from medusa.formats import FORMATS
 
-DTYPES = ("auto", "float32", "bfloat16", "float16")
 WITH_PUSH = ("private", "revision", "message")
 
 

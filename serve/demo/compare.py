@@ -144,11 +144,11 @@ def identical(ours: Sequence[list[int]], theirs: Sequence[list[int]]) -> int:
     return sum(a == b for a, b in zip(ours, theirs, strict=True))
 
 
-def repeated_share(outputs: Sequence[list[int]], length: int = 4) -> float:
-    """Share of ``length``-grams that occurred earlier in the same answer, since small models repeat themselves."""
+def repeated_share(outputs: Sequence[list[int]]) -> float:
+    """Share of 4-grams that occurred earlier in the same answer, since small models repeat themselves."""
     seen = total = 0
     for tokens in outputs:
-        grams = [tuple(tokens[i : i + length]) for i in range(len(tokens) - length + 1)]
+        grams = [tuple(tokens[i : i + 4]) for i in range(len(tokens) - 3)]
         total += len(grams)
         seen += len(grams) - len(set(grams))
     return seen / max(total, 1)

@@ -6,7 +6,7 @@ from transformers import TopPLogitsWarper
 
 from medusa.acceptance import Verdict, select_path
 from medusa.acceptance.logits import LARGE, LIKELIEST, Nucleus
-from medusa.noise import CHANCE, DRAFT, TEXT, gumbel_noise, uniform_noise
+from medusa.noise import DRAFT, TEXT, gumbel_noise, uniform_noise
 from medusa.tree import Draft, Tree
 from tests.medusa.rules import make_rule
 from tests.medusa.states import state_at
@@ -88,7 +88,7 @@ def test_streams_of_noise_are_independent():
     seeds, positions = torch.tensor([3]), torch.arange(8)[None]
     tokens = torch.arange(4096).expand(8, -1).T
     noise = [torch.exp(-torch.exp(-gumbel_noise(seeds, positions, 4096, stream)))[0] for stream in (TEXT, DRAFT)]
-    chance = uniform_noise(seeds.expand(4096), positions.expand(4096, -1), tokens, CHANCE).T
+    chance = uniform_noise(seeds.expand(4096), positions.expand(4096, -1), tokens).T
     assert abs(chance.mean() - 0.5) < 0.01
     streams = torch.stack([*noise, chance]).flatten(1)
     assert (torch.corrcoef(streams) - torch.eye(3)).abs().max() < 0.02

@@ -16,13 +16,13 @@ def test_a_base_that_is_spread_or_quantised_stays_where_transformers_puts_it(bas
 
     def loading(name, dtype, **rest):
         asked.update(rest)
-        model = load(name, dtype=dtype)
+        model, found = load(name, dtype=dtype, output_loading_info=True)
         monkeypatch.setattr(model, "to", None)
-        return model
+        return model, found
 
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", loading)
     base = BaseModel.load(base_directory, dtype=torch.float32, device="cpu", pack=True, load_options=options)
-    assert asked == options
+    assert asked == options | {"output_loading_info": True}
     assert base.logits(base.hidden_states(torch.tensor([[1, 2, 3]]))).shape == (1, 3, base.vocab_size)
 
 

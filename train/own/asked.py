@@ -79,21 +79,21 @@ def some(model: MedusaModel, kind: str, found: Sequence[Prompt], count: int) -> 
     return [Prompt(ids=tuple(ids[: TEXT_SETTINGS.max_new_tokens])) for ids in texts]  # as long as the later ones
 
 
-def beginnings(model: MedusaModel, kind: str, count: int, seed: int = 0) -> list[Prompt]:
+def beginnings(model: MedusaModel, kind: str, count: int) -> list[Prompt]:
     """Openings from which the base writes prompts; empty if its chat template shows no place for them."""
     if kind == TEXT:
-        return text_openings(model, count, seed)
+        return text_openings(model, count)
     try:
-        return openings(model, count, seed) if kind == CHAT else []
+        return openings(model, count) if kind == CHAT else []
     except ValueError:
         return []
 
 
-def text_openings(model: MedusaModel, count: int, seed: int = 0) -> list[Prompt]:
+def text_openings(model: MedusaModel, count: int) -> list[Prompt]:
     """Beginnings of texts; half of them are only the token that begins texts, if there is one."""
-    tokenizer, rng = model.base.tokenizer, random.Random(seed)
+    tokenizer, rng = model.base.tokenizer, random.Random(0)
     bare, found = list(tokenizer("").input_ids), []
-    for prompt in chat_prompts("train", count, seed):
+    for prompt in chat_prompts("train", count):
         words = prompt.turns[0].split()[: rng.randint(1, FIRST_WORDS)]
         nothing = bool(bare) and rng.random() < OWN_SHARE
         found.append(Prompt(ids=tuple(bare if nothing else tokenizer(" ".join(words)).input_ids)))
