@@ -52,6 +52,7 @@ def test_what_a_program_sets_for_its_own_tensors_changes_nothing(base_directory,
         assert again.generate(PROMPTS[0], max_new_tokens=12, nodes=4).tokens == expected
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
 def test_a_forked_process_goes_on():
     """In a process of its own: what waits for threads that are not there would wait for ever."""
