@@ -96,9 +96,9 @@ def read_checkpoint(
             if not quantised and not spread:
                 model = model.to(device)
             tokenizer = AutoTokenizer.from_pretrained(path)
-    except (pickle.UnpicklingError, EOFError) as error:
+    except pickle.UnpicklingError as error:
         raise ValueError(f"base ({name}) has a pickle of more than tensors; give its weights as safetensors") from error
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
+    except (OSError, EOFError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
         raise ValueError(f"base ({name}) cannot be loaded: {error}; {_remedy(path)}") from error
     if adapter:
         model = apply_adapter(model, adapter, merge=not quantised)
