@@ -180,7 +180,10 @@ def turns_pairs(decoder: Any, rotary: Rotary) -> bool:
         return False
     rotated = rotary.tables(1, decoder.norm.weight)[0].shape[1]
     head, angles = torch.arange(1.0, attention.head_dim + 1).view(1, 1, 1, -1), torch.zeros(1, 1, rotated)
-    turned, (first, rest) = turn(head, head, angles, angles + 1)[0], head.tensor_split([rotated], -1)
+    try:
+        turned, (first, rest) = turn(head, head, angles, angles + 1)[0], head.tensor_split([rotated], -1)
+    except (TypeError, RuntimeError, IndexError, AttributeError) as error:  # a model's own code asks for something else
+        raise UnusualBlockError(f"its positions cannot be tried: {error}") from error
     left, right = first.chunk(2, -1)
     if torch.equal(turned, torch.cat([-right, left, rest], -1)):
         return False

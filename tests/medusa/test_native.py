@@ -297,8 +297,12 @@ def test_a_fault_as_small_as_rounding_in_many_layers_is_found(turned, monkeypatc
 
 def test_positions_that_turn_heads_in_another_way_are_refused(monkeypatch):
     base, _ = tiny("llama", "exact")
-    monkeypatch.setattr("transformers.models.llama.modeling_llama.apply_rotary_pos_emb", lambda q, k, *_: (q, k))
+    name = "transformers.models.llama.modeling_llama.apply_rotary_pos_emb"
+    monkeypatch.setattr(name, lambda q, k, *_: (q, k))
     with pytest.raises(UnusualBlockError, match="its positions turn heads in another way"):
+        base.with_fused_pass()
+    monkeypatch.setattr(name, lambda q, k, cos, sin, positions: (q, k))
+    with pytest.raises(UnusualBlockError, match="its positions cannot be tried: .*positions"):
         base.with_fused_pass()
 
 
