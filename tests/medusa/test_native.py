@@ -302,7 +302,7 @@ def test_positions_that_turn_heads_in_another_way_are_refused(monkeypatch):
     with pytest.raises(UnusualBlockError, match="its positions turn heads in another way"):
         base.with_fused_pass()
     monkeypatch.setattr(name, lambda q, k, cos, sin, positions: (q, k))
-    with pytest.raises(UnusualBlockError, match="its positions cannot be tried: .*positions"):
+    with pytest.raises(UnusualBlockError, match=r"its positions cannot be tried: .*positions"):
         base.with_fused_pass()
 
 
