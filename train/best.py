@@ -57,7 +57,8 @@ class Best:
         if self._workers.rank == 0 and all(length > seen for seen, _ in self._seen):
             with self._directory.writing():
                 save_heads(heads, self._directory.best)
-                kept = json.dumps({"step": step, "rows": self._rows})
+                since = self._seen[0][1] if self._seen else step  # earlier evaluations were of something else
+                kept = json.dumps({"step": step, "since": since, "rows": self._rows})
                 (self._directory.best / "evaluation.json").write_text(kept, encoding="utf-8")
         self._seen.append((length, step))
 
@@ -83,7 +84,8 @@ class Best:
         except (OSError, ValueError):
             return []
         records = [record for record in self._directory.records() if KEY in record and "steps" not in record]
-        seen = [(chain_length(record[KEY]), record["step"]) for record in records if record["step"] <= step]
+        steps = range(kept["since"], step + 1)
+        seen = [(chain_length(record[KEY]), record["step"]) for record in records if record["step"] in steps]
         made_again = kept["step"] > step  # with the same heads
         stale = seen and not made_again and kept["step"] != _best_step(seen)
         return [] if stale or kept["rows"] != self._rows else seen

@@ -154,8 +154,9 @@ class Trainer:
             self.directory.start(self.recipe, self.step)
         stop.hold()
         self._make_up(trackers)
-        if self.best.exhausted:  # it ended in or after its last evaluation
+        if self.best.exhausted and self.step < self.total:  # it ended in its last evaluation, or was killed after it
             self.total = self.step
+            self.save_checkpoint()
         with closing(Progress(self.step, self.total, writer)) as progress:
             while self.step < self.total:
                 figures = self.train_step()

@@ -96,8 +96,11 @@ def read_checkpoint(
             if not quantised and not spread:
                 model = model.to(device)
             tokenizer = AutoTokenizer.from_pretrained(path)
+    except gguf.CacheError:
+        raise
     except pickle.UnpicklingError as error:
-        raise ValueError(f"base ({name}) has a pickle of more than tensors; give its weights as safetensors") from error
+        told = "a file that is damaged, or a pickle of more than tensors"
+        raise ValueError(f"base ({name}) has {told}; download it again, or give its weights as safetensors") from error
     except (OSError, EOFError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
         raise ValueError(f"base ({name}) cannot be loaded: {error}; {_remedy(path)}") from error
     if adapter:

@@ -4,6 +4,7 @@ The result is a directory with config, tokenizer and ``WEIGHTS``. A matrix stays
 kernels support its type and its expansion equals transformers' result; all other tensors are stored expanded.
 """
 
+import errno
 import fcntl
 import glob
 import hashlib
@@ -61,20 +62,29 @@ def locate(name: str) -> str:
     return str(directory)
 
 
+class CacheError(OSError):
+    """The cache cannot be written."""
+
+
 def keep(directory: Path, make: Callable[[Path], None]) -> None:
     """Make a directory if it does not exist: one process makes it completely or not at all, and the others wait.
 
     Args:
         directory: A directory in the cache.
         make: Makes it at a given path, in a temporary directory.
+
+    Raises:
+        CacheError: The cache cannot be written.
     """
     if directory.exists():
         return
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
         opened = directory.with_name(f"{directory.name}.lock").open("w")
-    except PermissionError as error:
-        raise PermissionError(f"cache ({directory.parent}) cannot be written; set XDG_CACHE_HOME") from error
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise
+        raise CacheError(f"cache ({directory.parent}) cannot be written; set XDG_CACHE_HOME") from error
     with opened as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if directory.exists():

@@ -26,7 +26,8 @@ export async function call(path, options = {}) {
 
 function told(text) {
   try {
-    return JSON.parse(text).error;
+    const { message, code } = JSON.parse(text).error;
+    return { message, code };
   } catch {
     return { message: text || "no reason is given" };
   }

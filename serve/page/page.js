@@ -100,7 +100,7 @@ async function ask(turn, signal) {
       return await call("v1/chat/completions", { method: "POST", body: JSON.stringify(request(turn)), signal });
     } catch (error) {
       if (error.code === "context_length_exceeded" && forgotten++ < before(turn).length) continue;
-      forgotten = kept;
+      if (!signal.aborted) forgotten = kept; // a new chat has begun anew
       throw error;
     }
   }

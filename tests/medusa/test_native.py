@@ -23,7 +23,7 @@ from medusa.noise import gumbel_noise, gumbel_of, keys
 from medusa.state import DecodeState
 from medusa.tree import Draft, Tree
 from tests.medusa.passes import prefill, verify
-from tests.medusa.test_conformance import FAMILIES, FUSED, tiny
+from tests.medusa.test_conformance import FAMILIES, FUSED, config_of, tiny
 
 pytestmark = pytest.mark.skipif(not available(), reason="there is no C++ compiler here")
 
@@ -273,6 +273,15 @@ def test_other_blocks_than_the_usual_one_are_left_to_transformers(caplog):
     with caplog.at_level(logging.INFO, logger="medusa"):
         assert not any(fuse(tiny(family, "exact")[0]).fused for family in ("gpt2", "arcee"))
     assert "base (gpt2) runs as transformers does: the decoder (GPT2Model) has h, ln_f, wpe, wte" in caplog.text
+
+
+def test_a_family_whose_code_for_positions_is_another_is_left_to_transformers():
+    rope = {"rope_type": "default", "rope_theta": 1e4}
+    config = config_of(
+        "gemma4_text", hidden_size_per_layer_input=0, num_kv_shared_layers=0, global_head_dim=8,
+        rope_parameters={"full_attention": rope, "sliding_attention": rope},
+    )  # fmt: skip
+    assert not fuse(BaseModel(AutoModelForCausalLM.from_config(config).eval(), None, "gemma4", "exact")).fused
 
 
 @pytest.mark.parametrize("turned", [False, True], ids=["as it is", "neighbours"])

@@ -3,14 +3,18 @@
 import os
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from medusa import DraftHeads
+from medusa import DraftHeads, HeadsConfig, build_heads
 from medusa.formats import load_heads
-from medusa.train.best import chain_length
+from medusa.train.best import Best, chain_length
+from medusa.train.config import Recipe
+from medusa.train.recipe_file import build_recipe
+from medusa.train.run_directory import RunDirectory
 from medusa.train.trainer import Trainer
 from tests.train.jobs import Acting, assert_same_run, metrics, run
 
@@ -91,6 +95,25 @@ def test_an_evaluation_that_ends_the_run_ends_it_where_a_signal_left_it_out(
     assert metrics(tmp_path)[-1]["step"] == 5
     assert run(recipe, tmp_path, **PATIENT) == 0
     assert [(line["step"], line["heldout_top1"][0]) for line in metrics(tmp_path)[4:]] == [(5, 0.2), (5, 0.6)]
+    position = RunDirectory(tmp_path).position()
+    assert position is not None and position.step == position.total == 5, "it is finished"
+
+
+def test_evaluations_from_before_a_change_stay_out_of_the_next_resume(tmp_path: Path) -> None:
+    directory, heads = RunDirectory(tmp_path), build_heads(HeadsConfig(hidden_size=8, vocab_size=9))
+    alone: Any = SimpleNamespace(rank=0, from_first=lambda call: call())
+    values = {"data.train": "a.jsonl", "evaluate.patience": 3, "evaluate.every_steps": 2}
+    recipe, other = build_recipe(values), build_recipe(values | {"evaluate.rows": 7})
+
+    def resumed(values: Recipe, step: int, accuracy: float) -> Best:
+        best, figures = Best(values, directory, step - 2, alone), {"heldout_top1": [accuracy]}
+        best.observe(step, figures, heads)
+        directory.log({"step": step, **figures})
+        return best
+
+    resumed(recipe, 2, 0.9)
+    resumed(other, 4, 0.5)
+    assert resumed(other, 6, 0.4)._seen == [(1.5, 4), (1.4, 6)]
 
 
 @pytest.mark.usefixtures("scripted")
