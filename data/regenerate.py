@@ -67,12 +67,12 @@ def regenerate(
     out = Path(out)
     out.parent.mkdir(parents=True, exist_ok=True)
     failures: list[str] = []
-    with closing(Part(out.with_name(f"{out.name}.part"), {"prompts": _digest(prompts), **made_by})) as part:
+    room = full_disk_named(out.parent, "free space, then the same command continues")
+    with room, closing(Part(out.with_name(f"{out.name}.part"), {"prompts": _digest(prompts), **made_by})) as part:
         missing = [(number, prompt) for number, prompt in enumerate(prompts) if number not in part.lines]
         done = len(part.lines)
         bar = tqdm(desc="the base answers", total=len(prompts), initial=done, unit="prompt", disable=not shown)
-        room = full_disk_named(out.parent, "free space, then the same command continues")
-        with bar, room, closing(answerer.answer(missing)) as answers:
+        with bar, closing(answerer.answer(missing)) as answers:
             for number, answer in answers:
                 bar.update()
                 if isinstance(answer, UnansweredError):
@@ -81,8 +81,7 @@ def regenerate(
                     part.add(number, records(answer))
         if not part.lines:
             raise UnansweredError(f"prompts ({len(prompts)}) got no answer at all; the first one: {failures[0]}")
-        with full_disk_named(out.parent, "free space, then the same command ends it"):
-            lines, tokens = part.finish(out, distinct)
+        lines, tokens = part.finish(out, distinct)
     if failures:
         logger.warning("%d of %d prompts are left out; the first one: %s", len(failures), len(prompts), failures[0])
     return Report(len(prompts) - len(failures), lines, len(failures), tokens)
