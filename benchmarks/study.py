@@ -12,10 +12,9 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-import yaml
-
 from medusa.benchmarks.report import Table, environment, machine, publish
 from medusa.data.arguments import Defaults, at_least
+from medusa.data.yaml_file import read_yaml
 from medusa.formats import load_provenance
 from medusa.io.inspect import inspect_heads
 from medusa.train.__main__ import main as train
@@ -60,11 +59,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _variants(path: Path, only: Sequence[str]) -> dict[str, dict[str, str]]:
     """The requested variants: name -> {dotted recipe key: value}."""
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise RecipeError(
-            f"variants ({path}) cannot be read: {' '.join(str(error).split())}; give a YAML file"
-        ) from None
+        content = read_yaml(path)
+    except (OSError, ValueError) as error:
+        raise RecipeError(f"variants ({path}) cannot be read: {error}; give a YAML file") from None
     if not isinstance(content, dict) or not content or not all(isinstance(keys, dict) for keys in content.values()):
         raise RecipeError(f"variants ({path}) must be lines of `name: {{recipe.key: value}}`; correct the file")
     if unknown := [name for name in only if name not in content]:

@@ -91,6 +91,8 @@ def _json(file: Path) -> Iterator[Placed]:
         raise ValueError(f"{file}, line {error.lineno}: not JSON ({error.msg}); write a list of objects") from None
     except UnicodeDecodeError as error:
         raise ValueError(f"{file}: byte {error.start + 1} is not UTF-8; save the file as UTF-8") from None
+    except RecursionError:
+        raise ValueError(f"{file}: too deeply nested; write a list of objects") from None
     found = whole.get("data", [whole]) if isinstance(whole, dict) else whole
     if not isinstance(found, list):
         raise ValueError(f'{file}: holds no list of records; write [{{...}}, ...] or {{"data": [{{...}}, ...]}}')
@@ -123,6 +125,8 @@ def _parse(place: str, line: bytes) -> Any:
         reason = f"byte {error.start + 1} (0x{line[error.start]:02x}) is not UTF-8; save the file as UTF-8"
     except json.JSONDecodeError as error:
         reason = f"not JSON at column {error.colno} ({error.msg}); write one JSON object per line"
+    except RecursionError:
+        reason = "too deeply nested; write one JSON object per line"
     raise ValueError(f"{place}: {reason}")
 
 

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_origin
 
-import yaml
-
 from medusa.data.files import file_records
 from medusa.data.shapes import present, questions
+from medusa.data.yaml_file import read_yaml
 
 FIELD = re.compile(r"\{(\w+)\}")
 SENTENCE = "# text = "
@@ -96,9 +95,9 @@ class Mixture:
         if not path.is_file():
             raise FileNotFoundError(f"mixture ({path}) does not exist; give a .yaml file as data/mixtures/smollm2.yaml")
         try:
-            content = yaml.safe_load(path.read_text(encoding="utf-8"))
-        except yaml.YAMLError as error:
-            raise ValueError(f"mixture ({path}) is no YAML: {error}") from None
+            content = read_yaml(path)
+        except ValueError as error:
+            raise ValueError(f"mixture ({path}) is not YAML in UTF-8: {error}; correct the file") from None
         if not isinstance(content, dict) or not isinstance(content.get("sources"), list) or not content["sources"]:
             raise ValueError(f"mixture ({path}) lists no sources; write sources: [{{name, kind, files, ...}}, ...]")
         sources = [_made(MixtureSource, one, f"{path}, source {at}") for at, one in enumerate(content["sources"], 1)]

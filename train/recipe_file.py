@@ -15,6 +15,7 @@ import yaml
 
 from medusa.data.files import common_files
 from medusa.data.hub import is_saved
+from medusa.data.yaml_file import read_yaml
 from medusa.train.config import REMEMBERING, DataRecipe, HeadsRecipe, Recipe
 
 LIMITED = {
@@ -26,17 +27,6 @@ LIMITED = {
 
 class RecipeError(ValueError):
     """A recipe that cannot be run; the text lists all errors."""
-
-
-class _Loader(yaml.SafeLoader):
-    """Refuses a key that is given twice, of which YAML readers take the last."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """See ``SafeLoader``."""
-        keys = [key.value for key, _ in node.value]
-        if twice := [key for key in keys if keys.count(key) > 1]:
-            raise yaml.YAMLError(f"{twice[0]} is there twice, {str(node.start_mark).strip()}")
-        return super().construct_mapping(node, deep)
 
 
 Check = Callable[[Recipe], Iterable[str]]
@@ -55,12 +45,11 @@ def read_recipe(path: str | Path, overrides: Mapping[str, str] | None = None, al
         RecipeError: the file cannot be read, or keys or values are wrong (all of them are named).
     """
     try:
-        content = yaml.load(Path(path).read_text(encoding="utf-8"), _Loader)
+        content = read_yaml(Path(path))
     except OSError as error:
         raise RecipeError(f"recipe ({path}) cannot be read: {error.strerror}; give an existing YAML file") from None
-    except (UnicodeDecodeError, yaml.YAMLError) as error:
-        reason = " ".join(str(error).split())
-        raise RecipeError(f"recipe ({path}) is not YAML in UTF-8: {reason}; correct the file") from None
+    except ValueError as error:
+        raise RecipeError(f"recipe ({path}) is not YAML in UTF-8: {error}; correct the file") from None
     if not isinstance(content or {}, dict):
         raise RecipeError(f"recipe ({path}) holds a {type(content).__name__}; write `key: value` lines")
     sections = {entry.name for entry in fields(Recipe) if is_dataclass(entry.type)}

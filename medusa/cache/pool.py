@@ -112,9 +112,8 @@ class BlockPool:
 
     @property
     def bytes(self) -> int:
-        """Bytes of all blocks that were ever written, including those of other models over the same texts."""
-        own = self._touched * sum(arena.block_bytes for arena in self.arenas)
-        return own + sum(pool.bytes for pool in self._beside.values())
+        """Bytes of all blocks that were ever written, without those of pools beside this one."""
+        return self._touched * sum(arena.block_bytes for arena in self.arenas)
 
     @property
     def epoch(self) -> tuple[int, int]:

@@ -7,6 +7,8 @@ from pydantic_core import PydanticCustomError
 
 from medusa.serve.api.body import Body, lacking
 from medusa.serve.api.messages import (
+    AllowedChoice,
+    AllowedTools,
     Content,
     Function,
     FunctionCall,
@@ -101,6 +103,14 @@ class NamedTool(Body):
     name: str
 
 
+class NamedTools(Body):
+    """The functions that the model may call, and whether it must call one."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[Annotated[NamedTool, BeforeValidator(_functions_only)]], Field(min_length=1)]
+
+
 class TextFormat(JsonSchema):
     """The format of the answer."""
 
@@ -122,7 +132,7 @@ class ResponsesRequest(Shared):
     max_output_tokens: StrictInt | None = None
     text: Text | None = None
     tools: list[Annotated[FunctionTool, BeforeValidator(_functions_only)]] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | NamedTools | None = None
     parallel_tool_calls: StrictBool | None = None
     top_logprobs: StrictInt | None = None
     include: list[str] | None = None
@@ -181,9 +191,13 @@ def _tool(tool: FunctionTool) -> Tool:
     return Tool(type="function", function=function)
 
 
-def _choice(choice: str | NamedTool | None) -> Any:
-    if isinstance(choice, NamedTool):
-        return Tool(type="function", function=Function.model_construct(name=choice.name))
+def _choice(choice: str | NamedTool | NamedTools | None) -> Any:
+    match choice:
+        case NamedTool():
+            return Tool(type="function", function=Function.model_construct(name=choice.name))
+        case NamedTools():
+            allowed = AllowedTools(mode=choice.mode, tools=[_choice(tool) for tool in choice.tools])
+            return AllowedChoice(type=choice.type, allowed_tools=allowed)
     return choice
 
 

@@ -109,3 +109,17 @@ class Tool(Body):
 
     type: Literal["function"]
     function: Function
+
+
+class AllowedTools(Body):
+    """The tools that the model may use, by name, and whether it must use one."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[Tool], Field(min_length=1)]
+
+
+class AllowedChoice(Body):
+    """A ``tool_choice`` of some of the request's tools."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, StrictBool, StrictFloat, StrictInt
 
 from medusa.serve.api.body import Body, StrictBody, lacking
-from medusa.serve.api.messages import Content, Message, ResponseFormat, Tool
+from medusa.serve.api.messages import AllowedChoice, Content, Message, ResponseFormat, Tool
 
 Number = StrictInt | StrictFloat
 Stop = Annotated[str, Field(max_length=1024)]
@@ -122,7 +122,7 @@ class ChatRequest(Sampling, Rendering):
     top_logprobs: StrictInt | None = None
     response_format: ResponseFormat | None = None
     tools: list[Tool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | Tool | None = None
+    tool_choice: Literal["none", "auto", "required"] | Tool | AllowedChoice | None = None
     parallel_tool_calls: StrictBool | None = None
     prediction: Prediction | None = None
     modalities: Annotated[Any, lacking("this model writes text only", lambda value: value in ([], ["text"]))] = None

@@ -168,7 +168,7 @@ def _echo(body: ResponsesRequest) -> dict[str, Any]:
         "top_logprobs": body.top_logprobs or 0,
         "text": {"format": {"type": "text"} if form is None else form.model_dump(by_alias=True, exclude_unset=True)},
         "tools": tools,
-        "tool_choice": choice if isinstance(choice, str) else {"type": "function", "name": choice.name},
+        "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "truncation": "disabled",
         "reasoning": {"effort": None, "summary": None},

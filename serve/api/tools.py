@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from medusa.serve.api.errors import refused
-from medusa.serve.api.messages import Tool
+from medusa.serve.api.messages import AllowedChoice, Tool
 from medusa.serve.api.protocol import ChatRequest
 from medusa.serve.grammar import MOST_SPACES
 
@@ -60,23 +60,34 @@ def calls_of(body: ChatRequest) -> Calls:
     """
     choice, tools = body.tool_choice, body.tools
     if not tools:
-        if choice not in (None, "none"):
-            named = choice.function.name if isinstance(choice, Tool) else choice
+        if choice is not None and choice != "none":
+            named = choice if isinstance(choice, str) else choice.type
             raise refused(f"tool_choice ({named}) needs tools; give them, or leave it out", "tool_choice")
         return Calls()
     if choice == "none":
         return Calls()
     single = body.parallel_tool_calls is False
     if isinstance(choice, Tool):
-        if choice.function.name not in [tool.function.name for tool in tools]:
-            raise refused(f"tool_choice ({choice.function.name}) is none of the tools; name one of them", "tool_choice")
+        _check_known([choice], tools)
         return Calls(tools, True, choice.function.name)
+    if isinstance(choice, AllowedChoice):
+        _check_known(choice.allowed_tools.tools, tools)
+        names = {tool.function.name for tool in choice.allowed_tools.tools}
+        # The template describes these only: a model that answers freely cannot call what it does not know.
+        tools, choice = [tool for tool in tools if tool.function.name in names], choice.allowed_tools.mode
     return Calls(tools, choice == "required", single=single)
 
 
 def parameters(tool: Tool) -> dict[str, Any]:
     """The schema of a tool's arguments."""
     return tool.function.parameters or {"type": "object", "properties": {}}
+
+
+def _check_known(chosen: Sequence[Tool], tools: Sequence[Tool]) -> None:
+    known = [tool.function.name for tool in tools]
+    for tool in chosen:
+        if (name := tool.function.name) not in known:
+            raise refused(f"tool_choice ({name}) is none of the tools; name one of them", "tool_choice")
 
 
 def _tag(tool: Tool) -> dict[str, Any]:

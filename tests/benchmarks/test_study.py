@@ -64,3 +64,10 @@ def test_wrong_use_is_one_message(words, tmp_path, wrong, message, capsys):
     assert main([*words, *wrong.split()]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_variants_of_one_name_are_refused(words, tmp_path, capsys):
+    again = tmp_path / "again.yaml"
+    again.write_text("one: {optim.lr: 1.0e-3}\none: {optim.lr: 1.0e-4}\n")
+    assert main([*words, "--variants", str(again)]) == 2
+    assert "again.yaml) cannot be read: one is there twice" in capsys.readouterr().err

@@ -151,6 +151,13 @@ def test_a_wrong_mixture_is_one_clear_error(mixture, change, message):
         Mixture.read(mixture(source("one", "x"), **change))
 
 
+def test_a_key_that_is_there_twice_is_refused(mixture):
+    path = mixture(source("one", "x"), long_share=0.1)
+    path.write_text(path.read_text() + "long_share: 0.2\n")
+    with pytest.raises(ValueError, match=r"mixture .* is not YAML in UTF-8: long_share is there twice, .*line 1"):
+        Mixture.read(path)
+
+
 def test_the_command_writes_both_sides_and_a_report(mixture, tmp_path, caplog):
     caplog.set_level("INFO")
     path = mixture(source("ours", "what b is\nwhat c is\nWho wrote it?"), source("theirs", "held out?", heldout=True))

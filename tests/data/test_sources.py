@@ -60,6 +60,7 @@ def test_the_four_shapes(tmp_path: Path, record: dict[str, Any], ids: list[int],
     [
         (b'{"text": "caf\xe9"}', r"line 2: byte 14 \(0xe9\) is not UTF-8; save"),
         (b'{"text": "hi"', r"line 2: not JSON at column \d+ .* one JSON object per line"),
+        (b"[" * 200_000, r"line 2: too deeply nested; write one JSON object per line"),
         ([1, 2], r"line 2: a list is not a sample"),
         ({"txt": "hi"}, r"line 2: keys \(txt\) are not those of a known sample; write \{input_ids"),
         ({"input_ids": [1, 2], "loss_mask": [1]}, r"line 2: input_ids \(2\) and loss_mask \(1\) differ"),
@@ -150,6 +151,7 @@ def test_a_byte_order_mark_is_no_content(tmp_path: Path) -> None:
     [
         ("a.json", b'[{"text": ]', r"a\.json, line 1: not JSON"),
         ("a.json", b'["hi"]', r"a\.json, record 1: a str is not a sample"),
+        ("a.json", b"[" * 200_000, r"a\.json: too deeply nested"),
         ("a.json", b"3", r"a\.json: holds no list of records"),
         ("a.json", b'["\xe9"]', r"a\.json: byte 3 is not UTF-8"),
         ("a.json", b"[]", r"a\.json\) is empty"),

@@ -60,6 +60,12 @@ def test_what_was_not_asked_for_fits_always(live):
         (CHAT, {"logit_bias": {"1.5": 1}}, "logit_bias", "its keys are token ids"),
         (CHAT, {"logit_bias": {"-1": 1}}, "logit_bias", "token id (-1)"),
         (CHAT, {"tool_choice": "auto"}, "tool_choice", "needs tools"),
+        (
+            CHAT,
+            {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "maybe", "tools": []}}},
+            "tool_choice.allowed_tools.mode",
+            "'auto' or 'required'",
+        ),
         (CHAT, {"model": None}, "model", "is missing; give it"),
         (CHAT, {"modalities": ["text", "audio"]}, "modalities", "writes text only"),
         (CHAT, {"functions": [{"name": "f"}]}, "functions", "give tools"),

@@ -203,6 +203,25 @@ def test_a_call_that_must_be_made(client, choice):
     assert (closing.delta.tool_calls, closing.finish_reason) == (None, answer.finish_reason)
 
 
+def test_only_allowed_tools_are_shown_and_called(client):
+    sky = {"type": "function", "function": {"name": "sky", "parameters": {"type": "object", "properties": {}}}}
+    allowed = {"mode": "required", "tools": [{"type": "function", "function": {"name": "weather"}}]}
+    choice = {"type": "allowed_tools", "allowed_tools": allowed}
+    alone = chat(client, tools=[WEATHER], tool_choice="required", max_tokens=150)
+    answer = chat(client, tools=[sky, WEATHER], tool_choice=choice, max_tokens=150)
+    assert answer.usage.prompt_tokens == alone.usage.prompt_tokens
+    assert answer.choices[0].message.tool_calls[0].function == alone.choices[0].message.tool_calls[0].function
+    free = {"type": "allowed_tools", "allowed_tools": allowed | {"mode": "auto"}}
+    talk = chat(client, tools=[sky, WEATHER], tool_choice=free, max_tokens=8).choices[0]
+    assert talk.message.content == chat(client, tools=[WEATHER], max_tokens=8).choices[0].message.content
+    named = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "weather"}]}
+    told = respond(client, tools=[TOOL, TOOL | {"name": "sky"}], tool_choice=named, max_output_tokens=150)
+    assert {call.name for call in told.output} == {"weather"} and told.tool_choice.model_dump() == named
+    allowed["tools"][0]["function"]["name"] = "sea"
+    with pytest.raises(openai.BadRequestError, match=r"tool_choice \(sea\) is none of the tools"):
+        chat(client, tools=[WEATHER], tool_choice=choice)
+
+
 def test_several_calls_and_one_that_is_cut(client):
     answer = chat(client, tools=[WEATHER], tool_choice="required", max_tokens=200, temperature=1, seed=3).choices[0]
     *whole, _ = answer.message.tool_calls

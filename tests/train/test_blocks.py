@@ -86,6 +86,24 @@ def test_mixing_deals_every_position_out_once_and_evenly(packed: PackedRows) -> 
     assert all(len({line[0] for line in lines}) <= 4 for lines in theirs)
 
 
+def test_seeds_and_blocks_deal_positions_differently(packed: PackedRows) -> None:
+    class Places:
+        """The hidden state of a position is its place in the block."""
+
+        def read(self, rows_B: Tensor) -> Tensor:
+            return torch.arange(len(Positions.of(packed, rows_B, HEADS).targets))[:, None]
+
+    def dealt(seed: int, first: int) -> tuple[float, ...]:
+        optim = OptimRecipe(rows_per_step=len(packed), seed=seed, mix_steps=2)
+        block = Block(optim, packed, HEADS, first, 2, 0, 1)
+        ((batch, _),) = block.micro_batches(first, Places(), 10_000)
+        return tuple(batch.hidden.flatten().tolist())
+
+    deals = [dealt(1, 0), dealt(2, 0), dealt(1, 2), dealt(2, 2)]
+    assert dealt(1, 0) == deals[0] and len(set(deals)) == 4
+    assert len({len(deal) for deal in deals}) == 1
+
+
 def test_label_counts_are_those_of_the_step_over_all_processes(packed: PackedRows) -> None:
     optim = OptimRecipe(rows_per_step=4, mix_steps=2)
     block = Block(optim, packed, HEADS, first=2, steps=2, rank=1, world_size=2)
