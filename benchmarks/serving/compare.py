@@ -1,7 +1,6 @@
 """Levels of load on several servers, measured alternately."""
 
 import asyncio
-import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
@@ -16,34 +15,30 @@ from medusa.benchmarks.serving.figures import summarize
 from medusa.benchmarks.serving.load import Level, run_level
 from medusa.benchmarks.serving.servers import Place, Server
 from medusa.data.chat_prompts import chat_prompts
+from medusa.data.files import file_records
 
 
 def read_prompts(path: str | None, count: int) -> list[str]:
     """The first turns of ``count`` held-out prompts, or of at most ``count`` prompts of a file.
 
     Args:
-        path: JSON lines of {"prompt": ..}, or of {"turns": [..]} as in Spec-Bench and MT-bench; None = held-out
-            prompts.
+        path: Records of {"prompt": ..}, or of {"turns": [..]} as in Spec-Bench and MT-bench, see ``file_records``;
+            None = held-out prompts.
         count: Number of prompts.
 
     Raises:
         OSError: The file cannot be read.
-        ValueError: A line is not a prompt, or there is none.
+        ValueError: A record is not a prompt, or there is none.
     """
     if path is None:
         return [prompt.turns[0] for prompt in chat_prompts("heldout", count)]
     prompts = []
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").split("\n"), start=1):
-        if not line.strip():
-            continue
+    for place, record in file_records(path):
         try:
-            values = json.loads(line)
-            prompts.append(str(values["prompt"] if "prompt" in values else values["turns"][0]))
-        except (ValueError, TypeError, KeyError, IndexError) as error:
+            prompts.append(str(record["prompt"] if "prompt" in record else record["turns"][0]))
+        except (TypeError, KeyError, IndexError) as error:
             remedy = 'give lines of {"prompt": ..} or {"turns": [..]}'
-            raise ValueError(f"{path}:{number} is not a prompt; {remedy}") from error
-    if not prompts:
-        raise ValueError(f"prompts ({path}) have no lines; give a file with lines")
+            raise ValueError(f"{place} is not a prompt; {remedy}") from error
     return prompts[:count]
 
 

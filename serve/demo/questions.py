@@ -1,12 +1,12 @@
 """Prompts by kind: the repository's held-out prompts, or a question file in the format of Spec-Bench and MT-bench."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from medusa import MedusaModel
 from medusa.data.exchange import Message
+from medusa.data.files import file_records
 
 MT_BENCH = frozenset("writing roleplay reasoning math coding extraction stem humanities".split())
 """Categories of MT-bench, which are one category of Spec-Bench."""
@@ -46,25 +46,22 @@ def file_questions(model: MedusaModel, path: str | Path, per_kind: int) -> tuple
 
     Args:
         model: The model whose chat template is used; prompts that leave no room in its context are skipped.
-        path: JSON lines of {"turns": [...]}, or in any form that ``data.sources`` reads except text; "category" is
-            optional.
+        path: Records of {"turns": [...]}, or in any form that ``data.sources`` reads except text; "category" is
+            optional. JSON lines, or a file or directory that ``file_records`` reads.
         per_kind: Questions per category.
 
     Raises:
         OSError: The file cannot be read.
-        ValueError: A line is not a question, or no question is left.
+        ValueError: A record is not a question, or no question is left.
     """
     prompts: list[list[int]] = []
     kinds: list[str] = []
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").split("\n"), start=1):
-        if not line.strip():
-            continue
+    for place, question in file_records(path):
         try:
-            question = json.loads(line)
             kind, asked = str(question.get("category", "prompts")), _first_turn(question)
         except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
             raise ValueError(
-                f'{path}:{number} is not a question; give lines of {{"category": .., "turns": [..]}}, {{"prompt": ..}}'
+                f'{place} is not a question; give lines of {{"category": .., "turns": [..]}}, {{"prompt": ..}}'
                 ' or {"messages": [..]}'
             ) from error
         kind = "mt_bench" if kind in MT_BENCH else kind

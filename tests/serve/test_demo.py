@@ -230,5 +230,5 @@ def test_questions_of_a_file_have_kinds(model, tmp_path):
         {"qa": [0], "prompts": [1]},
     )
     path.write_text('{"category": "qa"}\n')
-    with pytest.raises(ValueError, match=r"question.jsonl:1 is not a question"):
+    with pytest.raises(ValueError, match=r"question.jsonl, line 1 is not a question"):
         file_questions(model, path, per_kind=2)

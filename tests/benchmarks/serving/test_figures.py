@@ -54,10 +54,13 @@ def test_prompts_are_heldout_ones_or_those_of_a_file(tmp_path):
     file.write_text('{"prompt": "a"}\n{"category": "qa", "turns": ["b", "c"]}\n{"prompt": "d"}\n')
     assert read_prompts(str(file), 9) == ["a", "b", "d"]
     assert read_prompts(str(file), 2) == ["a", "b"]
+    listed = tmp_path / "prompts.json"
+    listed.write_text('[{"prompt": "a"}, {"turns": ["b"]}]')
+    assert read_prompts(str(listed), 9) == ["a", "b"]
     assert part(["a", "b", "d"], 1, 3) == ["b", "d", "a"]
     file.write_text('{"prompt": "a"}\n{"text": "b"}\n')
-    with pytest.raises(ValueError, match=r"prompts.jsonl:2 is not a prompt; give lines of"):
+    with pytest.raises(ValueError, match=r"prompts.jsonl, line 2 is not a prompt; give lines of"):
         read_prompts(str(file), 9)
     file.write_text("")
-    with pytest.raises(ValueError, match="have no lines"):
+    with pytest.raises(ValueError, match="is empty"):
         read_prompts(str(file), 9)
