@@ -8,7 +8,7 @@ from medusa.sampling import sources
 from medusa.serve.model_options import ATTENTION
 from medusa.train.config import ARCHITECTURES
 
-QUESTIONS = "a question file of Spec-Bench or MT-bench, or JSON lines of prompt; --count questions of each category"
+QUESTIONS = "a question file of Spec-Bench or MT-bench, or records of prompt; --count questions of each category"
 EPILOG = """\
 OMP_NUM_THREADS sets the CPU threads. Everything that is compared in a report is measured alternately in one run.
 

@@ -58,7 +58,7 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     add("--requests", type=at_least(1), help="complete answers of a run, after the warm-up (default: any)")
     add("--max-tokens", type=at_least(1), default=128, help="length of answers (default: %(default)s)")
     add("--temperature", type=float, default=0.0, help="default: greedy")
-    add("--prompts", metavar="FILE", help="JSON lines of prompt, or of turns (default: the clone's held-out prompts)")
+    add("--prompts", metavar="FILE", help="records of prompt, or of turns (default: the clone's held-out prompts)")
     add("--count", type=at_least(1), default=2048, help="different prompts at most (default: %(default)s)")
     add("--rounds", type=at_least(1), default=1, help="all levels so often (default: %(default)s)")
     add("--json", metavar="FILE", help="write all figures to this file")
