@@ -1,6 +1,7 @@
 """The change of a base by joint training (Medusa-2): a LoRA adapter, stored with the heads."""
 
 import logging
+import re
 import warnings
 from pathlib import Path
 
@@ -8,6 +9,9 @@ from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
 
 logger = logging.getLogger(__name__)
+
+WRAPPERS = re.compile(r"^base_model\.model\.|\.base_layer|\.modules_to_save|\.original_module")
+"""What peft adds to the names of a model's own parameters."""
 
 
 def apply_adapter(model: PreTrainedModel, directory: str | Path, merge: bool = True) -> PreTrainedModel:
@@ -32,6 +36,7 @@ def apply_adapter(model: PreTrainedModel, directory: str | Path, merge: bool = T
         from peft.utils import SAFETENSORS_WEIGHTS_NAME
     except ImportError as error:
         raise ValueError(f"adapter ({directory}) needs the package peft: {error}; pip install peft") from error
+    known = {name for name, _ in model.named_parameters()}
     try:
         with warnings.catch_warnings():  # peft imports a name that transformers 6 will remove
             warnings.simplefilter("ignore", FutureWarning)
@@ -40,8 +45,13 @@ def apply_adapter(model: PreTrainedModel, directory: str | Path, merge: bool = T
             stored = set(file.keys())
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
         raise ValueError(f"adapter ({directory}) does not fit the base: {error}; give its own base") from error
-    # peft ignores layers that only the model or only the adapter has.
-    if odd := stored ^ set(get_peft_model_state_dict(adapted)):
+    if merge and not hasattr(adapted, "merge_and_unload"):
+        kind = adapted.active_peft_config.peft_type.value
+        raise ValueError(f"adapter ({directory}) is {kind}, which is no change of weights; give a LoRA adapter")
+    # peft ignores layers that only the model or only the adapter has. Whole embeddings may be stored too.
+    odd = stored ^ set(get_peft_model_state_dict(adapted, save_embedding_layers=False))
+    odd = {name for name in odd if WRAPPERS.sub("", name) not in known}
+    if odd:
         raise ValueError(f"adapter ({directory}) is of another base: {min(odd)} is in one only; give its own base")
     logger.info(
         "base (%s) is changed by the adapter %s, which was trained on %s: its answers are not those of the original",

@@ -127,8 +127,6 @@ def _check_complete(found: Mapping[str, Any]) -> None:
 def _remedy(path: str) -> str:
     if Path(path).is_relative_to(cache_directory()):
         return f"remove {path}, which is made again"
-    if (Path(path) / "adapter_config.json").is_file():
-        return "it is an adapter: merge it into its base (peft's merge_and_unload, then save_pretrained)"
     return "give another path, or a Hub id"
 
 

@@ -73,8 +73,8 @@ def kept() -> list[str]:
 
 def kept_directory(name: str, revision: str | None = None) -> str:
     """The cached directory of a repository; "" = not cached."""
-    config = try_to_load_from_cache(name, "config.json", revision=revision)
-    return str(Path(config).parent) if isinstance(config, str) else ""
+    configs = (try_to_load_from_cache(name, file, revision=revision) for file in ("config.json", "adapter_config.json"))
+    return next((str(Path(config).parent) for config in configs if isinstance(config, str)), "")
 
 
 @contextmanager

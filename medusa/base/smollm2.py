@@ -14,7 +14,7 @@ import zipfile
 from contextlib import suppress
 from pathlib import Path
 
-from medusa.base import gguf
+from medusa.base import gguf, merged
 from medusa.base.names import EMBEDDED, HUB_ID, default_base, full_name, is_path, near
 from medusa.base.names import SMOLLM2 as NAME
 from medusa.files import cache_directory, clones_cache, peek_object, write_json
@@ -41,7 +41,7 @@ def locate(name: str) -> str:
     name = full_name(name)
     if name != HUB_ID:
         made = gguf.locate(name)
-        return made if made != name else _named(name)
+        return made if made != name else merged.locate(_named(name), locate)
     if directory := kept():
         return directory
     logger.info("base %s: asking the Hugging Face Hub (about 270 MB, once)", NAME)

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, hf_hub_download, snapshot_download
+from huggingface_hub.errors import EntryNotFoundError
 
+from medusa.base.merged import is_adapter
 from medusa.base.names import GGUF, is_path, near
 from medusa.base.on_hub import HUB_NAME, at_hand, is_hub_id, one_sentence
 from medusa.files import peek_object
@@ -60,7 +62,8 @@ def is_model(name: str | Path, revision: str | None = None) -> bool:
     path, text = Path(name), str(name)
     if path.is_dir():
         config = peek_object(path / CONFIG) or {}
-        return any(path.glob(f"*{GGUF}")) or ("model_type" in config and not _is_of_heads(config))
+        whole = "model_type" in config and not _is_of_heads(config)
+        return whole or is_adapter(path) or any(path.glob(f"*{GGUF}"))
     if path.suffix == GGUF or isinstance(name, Path) or is_path(text):
         return path.suffix == GGUF
     if not is_repository(text) or "gguf" in text.lower():  # heads on the Hub have an owner
@@ -68,7 +71,10 @@ def is_model(name: str | Path, revision: str | None = None) -> bool:
     if (found := at_hand(text, "model", revision)) != text:
         return is_model(Path(found))
     with one_sentence(f"{CONFIG} of the model ({name}) is not given by the Hugging Face Hub"):
-        return is_model(Path(hf_hub_download(text, CONFIG, revision=revision)).parent)
+        try:
+            return is_model(Path(hf_hub_download(text, CONFIG, revision=revision)).parent)
+        except EntryNotFoundError:  # adapters have none
+            return True
 
 
 def push(

@@ -1,0 +1,127 @@
+"""Adapters of fine-tuning as bases: the base that an adapter names, with the adapter added to its weights.
+
+peft saves LoRA fine-tuning as a small directory that names its base. Both are merged once, into a cached directory that
+transformers reads, as ``merge_and_unload`` and ``save_pretrained`` do.
+"""
+
+import hashlib
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from medusa.base import gguf
+from medusa.base.names import resolve_base
+from medusa.files import cache_directory, peek_object, write_json
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+logger = logging.getLogger(__name__)
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+FILES = (CONFIG, WEIGHTS, "*.jinja", "token*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json")
+"""Files of an adapter on the Hub."""
+LAYOUT = 1
+"""Version of merged directories; directories of other versions are not touched."""
+
+
+def is_adapter(directory: str | Path) -> bool:
+    """Whether a directory holds an adapter and no model."""
+    directory = Path(directory)
+    return (directory / CONFIG).is_file() and not (directory / "config.json").is_file()
+
+
+def locate(name: str, find: Callable[[str], str]) -> str:
+    """Merge an adapter with its base, if that was not done yet; returns the directory, or any other name unchanged.
+
+    Args:
+        name: A directory, or a Hub id that the Hub has.
+        find: Finds the directory of a base by its name.
+
+    Raises:
+        OSError: The base is not there, or the directory cannot be written.
+        ValueError: The adapter cannot be merged.
+    """
+    adapter = _from_hub(name) if not Path(name).is_dir() else Path(name)
+    if adapter is None or not is_adapter(adapter):
+        return name
+    base = (peek_object(adapter / CONFIG) or {}).get("base_model_name_or_path")
+    if not isinstance(base, str) or not base:
+        raise ValueError(f"adapter ({name}) names no base; give it in its {CONFIG}, as base_model_name_or_path")
+    if not (adapter / WEIGHTS).is_file():
+        raise ValueError(f"adapter ({name}) has no {WEIGHTS}; save it again with peft, as safetensors")
+    try:
+        below = find(resolve_base(base))
+    except FileNotFoundError as error:
+        told = f"correct base_model_name_or_path in its {CONFIG}"
+        raise FileNotFoundError(f"adapter ({name}) needs a base that is not there: {error}; or {told}") from error
+    stat = (adapter / WEIGHTS).stat()
+    what = f"{LAYOUT} {adapter.resolve()} {stat.st_size} {stat.st_mtime_ns} {below}"
+    same = hashlib.sha256(what.encode()).hexdigest()[:12]
+    directory = cache_directory() / "bases" / f"{Path(name).resolve().name}-merged-{same}"
+
+    def make(model: Path) -> None:
+        logger.info("base %s: merging this adapter with %s and keeping the result in %s, once", name, base, directory)
+        _merge(adapter, below, model)
+        write_json(model / gguf.SOURCE, {"name": name, "source": f"weights of {base} with the adapter {name}"})
+
+    gguf.keep(directory, make)
+    return str(directory)
+
+
+def _from_hub(name: str) -> Path | None:
+    """The directory of an adapter of the Hub, downloaded to huggingface_hub's cache; None = it is a model."""
+    from huggingface_hub import hf_hub_download, snapshot_download
+    from huggingface_hub.errors import EntryNotFoundError
+
+    from medusa.base.on_hub import one_sentence
+
+    with one_sentence(f"base ({name}) is not given by the Hugging Face Hub"):
+        try:
+            hf_hub_download(name, "config.json")
+        except EntryNotFoundError:
+            return Path(snapshot_download(name, allow_patterns=list(FILES)))
+    return None
+
+
+def _merge(adapter: Path, below: str, directory: Path) -> None:
+    """Write the merged model and its tokenizer; the whole model is in memory, in the checkpoint's own dtype."""
+    from safetensors import SafetensorError
+    from transformers import AutoConfig, AutoTokenizer
+
+    from medusa.base import groupwise
+    from medusa.base.adapter import apply_adapter
+    from medusa.base.checkpoint import read_checkpoint
+    from medusa.base.gguf_convert import save_expanded
+
+    config = AutoConfig.from_pretrained(below)
+    if hasattr(config, "quantization_config") and not groupwise.reads(config):
+        raise ValueError(
+            f"adapter ({adapter}) changes a quantised base ({below}), into which it cannot be merged; name the plain"
+            f" weights in its {CONFIG}, as base_model_name_or_path"
+        )
+    read = read_checkpoint(below, config.dtype, "cpu", pack=False, int8=False, load_options=None, adapter="")
+    try:
+        model = _with_rows(read.model, adapter / WEIGHTS)
+    except SafetensorError as error:
+        raise ValueError(f"adapter ({adapter}) has a damaged {WEIGHTS}: {error}; copy it again") from error
+    model = apply_adapter(model, adapter)
+    directory.mkdir()
+    save_expanded(model, directory)
+    own = (adapter / "tokenizer_config.json").is_file()
+    tokenizer = AutoTokenizer.from_pretrained(adapter) if own else read.tokenizer
+    tokenizer.save_pretrained(directory)
+
+
+def _with_rows(model: "PreTrainedModel", weights: Path) -> "PreTrainedModel":
+    """The model with as many tokens as an adapter holds embeddings for, if it holds any: fine-tuning may add tokens."""
+    from safetensors import safe_open
+
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    tables = tuple(f"{name}.weight" for name, module in model.named_modules() if module in ends)
+    with safe_open(weights, "pt") as file:
+        rows = [int(file.get_slice(name).get_shape()[0]) for name in file.keys() if name.endswith(tables)]
+    if rows and rows[0] != ends[0].weight.shape[0]:
+        model.resize_token_embeddings(rows[0], mean_resizing=False)
+    return model
