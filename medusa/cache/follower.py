@@ -76,7 +76,7 @@ class Follower(ABC):
 
     def follow(self, sequences: Sequence[CachedSequence]) -> list[CachedSequence]:
         """The layer's own sequences for these sequences of the base."""
-        return [one.follower(self, self.new_pool) for one in sequences]
+        return [one.follower(self) for one in sequences]
 
     @torch.inference_mode()
     def observe(

@@ -2,7 +2,7 @@
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from itertools import islice, pairwise
 from typing import Protocol
 
@@ -73,7 +73,7 @@ class BlockPool:
         self._blocks = -(-reserved // BLOCK) if self.limit is None else self.limit
         self.cache = PassCache(self.arenas, self._blocks)
         self.tables = BlockTables(device)
-        self._beside: weakref.WeakKeyDictionary[object, BlockPool] = weakref.WeakKeyDictionary()
+        self._beside: weakref.WeakKeyDictionary[Beside, BlockPool] = weakref.WeakKeyDictionary()
         self._touched = 1  # block 0 belongs to no sequence: writes of inert requests go there
         self._moves = 0
         self._free: list[int] = []
@@ -120,10 +120,10 @@ class BlockPool:
         """Changes when memory that a recorded step reads has moved."""
         return self._moves, self.tables.epoch
 
-    def beside(self, model: object, build: "Callable[[], BlockPool]") -> "BlockPool":
+    def beside(self, model: Beside) -> "BlockPool":
         """The pool of another model over the same texts; made at the first call, and freed with this one."""
         if model not in self._beside:
-            self._beside[model] = build()
+            self._beside[model] = model.new_pool()
         return self._beside[model]
 
     def check(self, tokens: int) -> None:
@@ -187,10 +187,10 @@ class BlockPool:
         """The keys of a text's positions in the index."""
         return list(pairwise(tokens)) if self._ahead else tokens
 
-    def known(self, tokens: Sequence[int], beside: Iterable["Beside"] = ()) -> int:
+    def known(self, tokens: Sequence[int], beside: Iterable[Beside] = ()) -> int:
         """Number of tokens at a text's beginning that can be found, here and in the pools of other models."""
         known = sum(BLOCK for _ in self._index.chain(self.content(tokens)))
-        return min([known, *(self.beside(model, model.new_pool).known(tokens) for model in beside)])
+        return min([known, *(self.beside(model).known(tokens) for model in beside)])
 
     def needed(self, tokens: Sequence[int], places: int) -> int:
         """Number of available blocks that a text of ``places`` positions would take if these tokens are known."""

@@ -1,7 +1,7 @@
 """The cached keys and values of one text; plan and commit of a step over several."""
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -11,16 +11,13 @@ from torch import Tensor
 from medusa import gpu
 from medusa.attention.contract import BlockTable, TreeAttention, TreePlan
 from medusa.attention.spans import Span
-from medusa.cache.pool import BlockPool
+from medusa.cache.pool import Beside, BlockPool
 from medusa.cpu import native
 from medusa.tree import Draft
 
 
-class Observer(Protocol):
+class Observer(Beside, Protocol):
     """A layer with its own cache that reads the base's hidden states, see ``Follower``."""
-
-    def new_pool(self) -> BlockPool:
-        """An empty cache for this layer."""
 
     def observe(
         self, sequences: "Sequence[CachedSequence]", hidden_BCF: Tensor, tokens_BC: Tensor, counts: Sequence[int]
@@ -46,7 +43,7 @@ class CachedSequence:
 
     def __init__(self, pool: BlockPool, observers: Sequence[Observer] = ()) -> None:
         self.pool, self.length, self.observers = pool, 0, tuple(observers)
-        self.followers: dict[object, CachedSequence] = {}
+        self.followers: dict[Beside, CachedSequence] = {}
         self._blocks: list[int] = []
         self._entries: list[int] = []  # numbers of the index entries of its first blocks, which others can find
         self.line = pool.tables.open()
@@ -75,7 +72,7 @@ class CachedSequence:
         self.pool.tables.write(self.line, 0, self._blocks)
         self.length = len(self._blocks) * self.pool.size
         for observer in self.observers:
-            self.follower(observer, observer.new_pool).recall(tokens[: self.length + 1])
+            self.follower(observer).recall(tokens[: self.length + 1])
         return self.length
 
     def missing(self, places: int) -> int:
@@ -107,15 +104,10 @@ class CachedSequence:
         for follower in self.followers.values():
             follower.remember(tokens)
 
-    def follower(self, model: object, build: Callable[[], BlockPool]) -> "CachedSequence":
-        """The same text in another model's pool; empty at first, and closed with this one.
-
-        Args:
-            model: The other model.
-            build: Makes that model's pool, which the followers of all sequences of this pool share.
-        """
+    def follower(self, model: Beside) -> "CachedSequence":
+        """The same text in another model's pool; empty at first, and closed with this one."""
         if model not in self.followers:
-            self.followers[model] = CachedSequence(self.pool.beside(model, build))
+            self.followers[model] = CachedSequence(self.pool.beside(model))
         return self.followers[model]
 
     def close(self) -> None:

@@ -63,7 +63,7 @@ class SmallModel:
     @contextmanager
     def reading(self, state: DecodeState, sequences: Sequences, drafting: Sequence[bool]) -> Iterator[Reading]:
         """The model's own sequences, which follow the base's, and its hidden states at the roots."""
-        own, missing = [one.follower(self._model, self._model.new_pool) for one in sequences], []
+        own, missing = [one.follower(self._model) for one in sequences], []
         for row, (ours, theirs) in enumerate(zip(own, sequences, strict=True)):
             ours.length = min(ours.length, theirs.length)  # an abandoned step
             if ours.empty:  # a new sequence begins with the blocks of its text that others have computed

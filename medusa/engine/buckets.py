@@ -88,7 +88,7 @@ class Bucket:
         self.state = DecodeState(**tensors)
         self.lines = torch.zeros_like(tensors["roots"])
         self.memories = [
-            Memory(one, pool.beside(one, one.new_pool), torch.zeros_like(self.lines), buffer(outputs))
+            Memory(one, pool.beside(one), torch.zeros_like(self.lines), buffer(outputs))
             for one, outputs in latest.items()
         ]
         self.epochs = self._epochs()

@@ -121,7 +121,7 @@ class StepGraphs:
         bucket with a recording of this step comes first.
         """
         requests, kv_length = 1 << (len(state.roots) - 1).bit_length(), max(SHORTEST, 1 << (reach - 1).bit_length())
-        for each in (pool, *(pool.beside(one, one.new_pool) for one in latest)):
+        for each in (pool, *(pool.beside(one) for one in latest)):
             each.tables.reach(-(-kv_length // each.size))
         self._idle = [one for one in self._idle if not one.stale]
         alike = [one for one in self._idle if one.pool is pool and one.followers == list(latest)]

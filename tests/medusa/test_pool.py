@@ -93,10 +93,17 @@ def test_equal_texts_share_the_blocks_of_the_first():
     assert torch.equal(*(pool.tables.of([sequence.line])[0, :2] for sequence in (one, other)))
 
 
+class Other:
+    """Another model over the same texts."""
+
+    def new_pool(self):
+        return BlockPool(1, CPU)
+
+
 def test_what_is_dropped_gives_its_blocks_back():
     pool = BlockPool(1, CPU, 4 * BLOCK)
     sequence = CachedSequence(pool)
-    sequence.follower(pool, lambda: BlockPool(1, CPU)).reserve(5)
+    sequence.follower(Other()).reserve(5)
     sequence.reserve(3 * BLOCK)
     gone = weakref.ref(sequence)
     gc.disable()
