@@ -227,17 +227,11 @@ class Draft:
         uneven = None if sizes is None else ragged(sizes)
         return cls(tokens_BT, parents_T.expand(batch, -1), length - 1, straight=True, sizes=uneven)
 
-    def select(self, rows: Tensor) -> "Draft":
-        """The draft of these rows [b] alone."""
-        kept = [self.row_sizes[row] for row in rows.tolist()]
-        nodes = max(kept)
-        tokens, parents, probs, scores = (
-            None if tensor is None else tensor[rows, :nodes]
-            for tensor in (self.tokens, self.parents, self.probs, self.scores)
-        )
-        assert tokens is not None and parents is not None, "every draft has both"
-        depth = min(self.depth, nodes - 1)
-        return Draft(tokens, parents, depth, probs, straight=self.straight, sizes=ragged(kept), scores=scores)
+    def alone(self, index: int) -> "Draft":
+        """The tree of one sequence, for a pass: tokens and parents only."""
+        nodes = self.row_sizes[index]
+        tokens_1N, parents_1N = (tensor[index, None, :nodes] for tensor in (self.tokens, self.parents))
+        return Draft(tokens_1N, parents_1N, min(self.depth, nodes - 1), straight=self.straight)
 
     def join(self, other: "Draft") -> "Draft":
         """Both trees of each sequence below their common root; the other draft's nodes come after all of ours."""

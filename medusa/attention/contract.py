@@ -175,8 +175,7 @@ class TreePlan:
             if index < len(draft.tokens):
                 break
             index -= len(draft.tokens)
-        own = draft.select(torch.tensor([index], device=draft.tokens.device))
-        return TreePlan([own], lengths_1, self.kv_length, table, self.backend, self.spans)
+        return TreePlan([draft.alone(index)], lengths_1, self.kv_length, table, self.backend, self.spans)
 
     def gathering(self) -> "TreePlan":
         """The plan for layers that compute on cached keys and values before attention reads them: they get a copy."""
