@@ -245,7 +245,7 @@ class Batch:
             return
         requests = [chunk.request for chunk in ending]
         drafter, rule, reader, *_ = compose(requests, lambda _: PLAIN, self._base.device)
-        first = first_step(self._base, ending, drafter, rule, reader)
+        first = first_step(ending, drafter, rule, reader)
         for request in requests:
             if not request.output.tokens:
                 request.completion.start_clock()

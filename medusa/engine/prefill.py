@@ -94,15 +94,14 @@ def take_chunks(base: BaseModel, hidden_RF: Tensor, drafted_RF: Tensor, chunks: 
     return logits[: len(drafted_RF)]
 
 
-def first_state(base: BaseModel, requests: Sequence[Request], hidden_BF: Tensor) -> DecodeState:
+def first_state(requests: Sequence[Request], hidden_BF: Tensor) -> DecodeState:
     """The state of requests whose texts are computed up to the last token, which is the root.
 
     Args:
-        base: The base.
         requests: The requests.
         hidden_BF: Hidden states at the last tokens.
     """
-    texts, device = [request.text for request in requests], base.device
+    texts, device = [request.text for request in requests], hidden_BF.device
     width = max(map(len, texts)) + 1  # room for the next token
     history = [[*text, *([0] * (width - len(text)))] for text in texts]
     return DecodeState(

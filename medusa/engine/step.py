@@ -96,21 +96,18 @@ def verify(
 
 
 @torch.inference_mode()
-def first_step(
-    base: BaseModel, chunks: Sequence[Chunk], drafter: Drafter, rule: Rule, reader: LogprobReader | None = None
-) -> StepResult:
+def first_step(chunks: Sequence[Chunk], drafter: Drafter, rule: Rule, reader: LogprobReader | None) -> StepResult:
     """The base's own token after each of some texts, whose last chunks have been computed.
 
     Args:
-        base: The base.
         chunks: The last chunk of each text.
         drafter: Drafts nothing, because no further pass of the base follows here.
         rule: Chooses the tokens.
-        reader: Reads log-probabilities.
+        reader: Reads log-probabilities; None = no request asks for them.
     """
     hidden_BF = torch.stack([chunk.hidden for chunk in chunks])
     logits_BV = torch.stack([chunk.logits for chunk in chunks])
-    state = first_state(base, [chunk.request for chunk in chunks], hidden_BF)
+    state = first_state([chunk.request for chunk in chunks], hidden_BF)
     draft = drafter.propose(state)
     accepted = _judge(draft, hidden_BF[:, None], logits_BV[:, None], rule, state, reader)
     tokens, counts = read_tokens(accepted.emitted.tolist())
