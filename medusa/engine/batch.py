@@ -68,7 +68,6 @@ class Batch:
         self._decoding: list[Request] = []  # in the order of the state
         self._state: DecodeState | None = None
         self._steps: Steps | None = None
-        self._nodes = 1
         self._chosen: dict[Request, Drafter] = {}
         self._reader: LogprobReader | None = None
         self._grown: dict[Request, list[Piece]] = {}
@@ -201,8 +200,8 @@ class Batch:
             return chunks
         while True:
             steps = self._steps or (self._begin() if self._decoding else None)  # after a preemption new ones
-            ahead = self._nodes * steps.ahead if steps is not None else 0
-            needed = sum(request.cached.missing(request.cached.length + ahead) for request in self._decoding)
+            places = steps.places if steps is not None else 0
+            needed = sum(request.cached.missing(request.cached.length + places) for request in self._decoding)
             needed += sum(chunk.request.cached.missing(chunk.request.cached.length + chunk.size) for chunk in chunks)
             last = self._scheduler.preempt(needed, self._decoding)
             if last is None:
@@ -223,7 +222,7 @@ class Batch:
         drafter, rule, self._reader, self._chosen, watched = compose(
             self._decoding, lambda one: self._drafters.choose(one.speculation, count, one.rule), self._base.device
         )
-        self._nodes, sequences = drafter.nodes, [request.cached for request in self._decoding]
+        sequences = [request.cached for request in self._decoding]
         if self._graphs is None or watched:
             self._steps = EagerSteps(self._base, sequences, drafter, rule, self._state, self._reader)
         else:

@@ -39,6 +39,8 @@ KEPT_BUCKETS = 8
 """Largest number of idle buckets that are kept; the one that was returned first is dropped."""
 SHORTEST = 512
 """Cached positions of the smallest bucket."""
+AHEAD = 2
+"""Number of steps that are launched before the host waits for the tokens of the first."""
 
 
 def cuda_recorder() -> Record:
@@ -176,8 +178,6 @@ class GraphSteps:
     blocks are reserved for two steps at a time.
     """
 
-    ahead = 2
-
     def __init__(
         self,
         graphs: StepGraphs,
@@ -189,7 +189,7 @@ class GraphSteps:
     ) -> None:
         self._graphs, self._base, self._sequences, self._drafter, self._rule = graphs, base, sequences, drafter, rule
         self._key = base, drafter, rule
-        self._pool, self._state = sequences[0].pool, state
+        self._pool, self._state, self.places = sequences[0].pool, state, AHEAD * drafter.nodes
         # Requests with one drafter have the same observers.
         self._followers = [one for one in sequences[0].observers if isinstance(one, Follower)]
         self._bucket: Bucket | None = None
@@ -205,7 +205,7 @@ class GraphSteps:
         """The tokens of the oldest step under way; the next step is launched before the host waits for them."""
         if chunks:
             advance(self._base, chunks)
-        while len(self._under_way) < self.ahead:
+        while len(self._under_way) < AHEAD:
             self._launch()
         return self._arrive()
 
@@ -250,10 +250,9 @@ class GraphSteps:
 
     def _place(self) -> Bucket:
         """The bucket for the next step, with reserved blocks and the state; a new one if it is too small or stale."""
-        behind = self.ahead * self._drafter.nodes
         for one in self._sequences:
-            one.reserve(one.length + behind)
-        behind += self._drafter.places
+            one.reserve(one.length + self.places)
+        behind = self.places + self._drafter.places
         for ours, theirs in self._followed():
             ours.reserve(theirs.length + behind)
         reach, bucket = max(one.length for one in self._sequences) + behind, self._bucket

@@ -17,8 +17,8 @@ from medusa.state import DecodeState
 class Steps(Protocol):
     """Successive decode steps of the same sequences, each from the state that the previous step left."""
 
-    ahead: int
-    """Number of steps for which blocks must be reserved when the next one begins."""
+    places: int
+    """Number of positions after each text for which blocks must be reserved when the next step begins."""
 
     @property
     def sizes(self) -> Sequence[int]:
@@ -38,8 +38,6 @@ class Steps(Protocol):
 class EagerSteps:
     """Repeated calls of ``decode_step``."""
 
-    ahead = 1
-
     def __init__(
         self,
         base: BaseModel,
@@ -51,6 +49,7 @@ class EagerSteps:
     ) -> None:
         self._base, self._sequences, self._drafter, self._rule = base, sequences, drafter, rule
         self._state, self._reader = state, reader
+        self.places = drafter.nodes
         self.sizes: Sequence[int] = ()
 
     def next(self, chunks: Sequence[Chunk] = ()) -> list[list[int]]:
