@@ -31,15 +31,14 @@ class ExitLayer:
 
     Args:
         base: The base, prepared for decoding.
-        layer: The layer, counted from 1; None = find it.
 
-    Raises:
-        ValueError: The layer is not below the last, or the base's layers cannot be found.
+    Attributes:
+        model: The base's layers up to it; None = it is not known yet.
     """
 
-    def __init__(self, base: BaseModel, layer: int | None = None) -> None:
+    def __init__(self, base: BaseModel) -> None:
         self._base = base
-        self.model: BaseModel | None = None if layer is None else base.shallow(layer)
+        self.model: BaseModel | None = None
 
     def find(self, state: DecodeState) -> BaseModel | None:
         """The base's first layers; None while all texts are shorter than ``FEWEST`` tokens."""

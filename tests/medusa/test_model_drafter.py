@@ -201,14 +201,16 @@ def test_early_exit_finds_its_layer(caplog):
 
 def test_a_given_exit_and_a_wrong_one():
     base = tiny("gpt2")
-    drafter = EarlyExitDrafter(base, ExitLayer(base, 2), 4)
+    exit_layer = ExitLayer(base)
+    exit_layer.model = base.shallow(2)
+    drafter = EarlyExitDrafter(base, exit_layer, 4)
     model = MedusaModel(base)
     plain = model.generate(PROMPTS, nodes=1, **ANSWER)
     assert [o.tokens for o in model.generate(PROMPTS, drafter=drafter, **ANSWER)] == [o.tokens for o in plain]
     with pytest.raises(ValueError, match=r"exit layer \(3\) must be from 1 to 2"):
-        ExitLayer(base, 3)
+        base.shallow(3)
     with pytest.raises(ValueError, match="at least 2 for an early exit"):
-        EarlyExitDrafter(base, ExitLayer(base, 2), 1)
+        EarlyExitDrafter(base, exit_layer, 1)
     with pytest.raises(ValueError, match="has one layer and no early exit"):
         MedusaModel(tiny("llama", num_hidden_layers=1)).generate([3], drafter="early-exit", nodes=4)
 
