@@ -25,23 +25,22 @@ Row = NDArray[numpy.int64]
 class Confidence:
     """Shares of right guesses by kind, with decaying counts.
 
+    The prior is M / (M + 1) of a guess's share for a match of M tokens, as if M of M + 1 observations were right.
     Several threads may observe: a lost observation does no harm.
 
     Args:
         search: Defines the kinds.
-        belief: Prior share of every kind; None = M / (M + 1) of a guess's share for a match of M tokens, as if M of
-            M + 1 observations were right.
 
     Attributes:
         right: float64 ``search.kinds``, counts of right guesses.
         tried: The same shape, counts of all guesses.
     """
 
-    def __init__(self, search: Search, belief: float | None = None) -> None:
+    def __init__(self, search: Search) -> None:
         match, share = (torch.arange(size, dtype=torch.float64) for size in search.kinds)
         believed = torch.outer(match / (match + 1), (share + 0.5).clamp(max=search.shares) / search.shares)
         self.tried = torch.full(search.kinds, float(WEIGHT), dtype=torch.float64)
-        self.right = self.tried * (believed if belief is None else belief)
+        self.right = self.tried * believed
 
     def log(self, kind: tuple[int, int]) -> float:
         """Logarithm of the share of a kind."""

@@ -140,7 +140,9 @@ def test_rows_do_not_know_each_other(base, language):
 
 def test_guesses_that_are_unlikely_are_left_out(base, language):
     for belief, guesses in ((0.99, 7), (0.5, 2), (0.2, 1), (0.05, 0)):
-        drafter = PromptLookupDrafter(8, confidence=Confidence(SEARCH, belief))
+        confidence = Confidence(SEARCH)
+        confidence.right = belief * confidence.tried
+        drafter = PromptLookupDrafter(8, confidence=confidence)
         assert drafter.propose(state_of([[1, 2, 3, 4, 5, 1, 2]], base)).tokens.shape[1] == 1 + guesses
 
 
