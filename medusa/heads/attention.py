@@ -165,8 +165,7 @@ def _fused(heads: AttentionHeads, vocabulary: Vocabulary) -> FusedLayers | None:
     layer = heads._layer
     if layer.norm_before_residual or layer.norm_heads or layer.attention_bias:
         return None
-    linears = [getattr(heads, f"{name}_proj") for name in ("q", "k", "v", "o", "gate", "up", "down")]
-    weights = LayerWeights(linears, heads.state_norm.weight, heads.mlp_norm.weight, heads.token_norm.weight)
+    weights = LayerWeights(heads.linears, heads.state_norm.weight, heads.mlp_norm.weight, heads.token_norm.weight)
     try:
         return FusedLayers([weights], vocabulary.matrices, **layer.sizes)
     except UnusualBlockError:
