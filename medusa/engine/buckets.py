@@ -3,7 +3,6 @@
 import dataclasses
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -29,7 +28,6 @@ Key = tuple[BaseModel, Drafter, Rule]
 """Identifies a recorded step."""
 Latest = Mapping[Follower, Tensor]
 """Outputs [B, D] at the last positions, for each layer that follows the base."""
-NOBODY: Latest = MappingProxyType({})
 
 
 class Recorded(NamedTuple):
@@ -117,7 +115,7 @@ class Bucket:
         enough = requests <= self.requests <= LARGER * requests and kv_length <= self.kv_length <= LARGER * kv_length
         return enough and self.state.hidden.shape[1] == state.hidden.shape[1]
 
-    def load(self, state: DecodeState, sequences: Sequence[CachedSequence], latest: Latest = NOBODY) -> None:
+    def load(self, state: DecodeState, sequences: Sequence[CachedSequence], latest: Latest) -> None:
         """Copy a state and the latest outputs of following layers into the buffers; the other requests become inert."""
         count = len(sequences)
         for field in dataclasses.fields(state):

@@ -25,7 +25,7 @@ from medusa.base.model import BaseModel
 from medusa.cache import BlockPool, CachedSequence
 from medusa.cache.follower import Follower
 from medusa.drafters import Drafter
-from medusa.engine.buckets import NOBODY, Bucket, Key, Latest, Record, Recorded, Replay
+from medusa.engine.buckets import Bucket, Key, Latest, Record, Recorded, Replay
 from medusa.engine.prefill import Chunk, advance
 from medusa.engine.step import read_tokens, verify
 from medusa.engine.steps import EagerSteps, Steps
@@ -109,14 +109,7 @@ class StepGraphs:
         self._idle, self._pool = [], None
         self._record = self._given or cuda_recorder()
 
-    def lend(
-        self,
-        pool: BlockPool,
-        state: DecodeState,
-        reach: int,
-        key: Key | None = None,
-        latest: Latest = NOBODY,
-    ) -> Bucket:
+    def lend(self, pool: BlockPool, state: DecodeState, reach: int, key: Key, latest: Latest) -> Bucket:
         """A bucket for a state whose texts may reach ``reach`` positions in the next steps; it has one user at a time.
 
         An existing bucket that is not much too large is preferred to a new one, for which steps must be recorded. A

@@ -100,8 +100,8 @@ def test_a_step_copies_to_the_host_once(base_directory):
     drafter = HeadsDrafter(model.heads, model.base, 16)
     sequences, state = prefill(model.base, [prompt(4), prompt(9)])
     state = decode_step(model.base, sequences, drafter, greedy, state).state  # compiles and allocates
-    bucket = StepGraphs(model.base).lend(sequences[0].pool, state, 128)
-    bucket.load(state, sequences)
+    bucket = StepGraphs(model.base).lend(sequences[0].pool, state, 128, (model.base, drafter, greedy), {})
+    bucket.load(state, sequences, {})
     table = BlockTable(sequences[0].pool.tables.tensor()[bucket.lines], sequences[0].pool.size)
     torch.cuda.synchronize()
     try:
