@@ -28,13 +28,13 @@ class Arena:
         )
 
     @torch.inference_mode()
-    def grow(self, blocks: int, kept: int) -> None:
-        """Move the first ``kept`` blocks to larger memory."""
+    def grow(self, blocks: int) -> None:
+        """Move all blocks to memory for ``blocks`` of them."""
         for name in ("keys", "values"):
             old = getattr(self, name)
             if old is not None:
                 new = old.new_empty(blocks, *old.shape[1:])
-                new[:kept] = old[:kept]
+                new[: len(old)] = old
                 setattr(self, name, new)
 
     @property

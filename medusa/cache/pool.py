@@ -70,8 +70,7 @@ class BlockPool:
         self.limit, self.owner, self.device = None if tokens is None else tokens // BLOCK + 1, owner, device
         self.arenas = [Arena(BLOCK) for _ in range(num_layers)]
         reserved = RESERVED if device.type == "cpu" else RESERVED_ON_DEVICE
-        self._blocks = -(-reserved // BLOCK) if self.limit is None else self.limit
-        self.cache = PassCache(self.arenas, self._blocks)
+        self.cache = PassCache(self.arenas, -(-reserved // BLOCK) if self.limit is None else self.limit)
         self.tables = BlockTables(device)
         self._beside: weakref.WeakKeyDictionary[Beside, BlockPool] = weakref.WeakKeyDictionary()
         self._touched = 1  # block 0 belongs to no sequence: writes of inert requests go there
@@ -223,6 +222,12 @@ class BlockPool:
             self.release([block])
         return entry
 
+    def grow(self, blocks: int) -> None:
+        """Move all blocks to memory for ``blocks`` of them."""
+        self.cache.blocks, self._moves = blocks, self._moves + 1
+        for arena in self.arenas:
+            arena.grow(blocks)
+
     def _hold(self, block: int) -> None:
         self._users[block] += 1
         self._index.wake(block)
@@ -234,10 +239,7 @@ class BlockPool:
         room = self.limit is not None and self._touched < self.limit
         if self._index.idle and not room:
             return self._index.give_up()
-        if self._touched == self._blocks:
-            self._blocks, self._moves = 2 * self._blocks, self._moves + 1
-            self.cache.blocks = self._blocks
-            for arena in self.arenas:
-                arena.grow(self._blocks, self._touched)
+        if self._touched == self.cache.blocks:
+            self.grow(2 * self._touched)
         self._touched += 1
         return self._touched - 1

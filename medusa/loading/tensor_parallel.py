@@ -107,12 +107,10 @@ class Follower:
         """This rank's share of a pool of rank 0; it has the same number of blocks."""
         if number not in self._pools:
             self._pools[number] = self._base.new_pool((blocks - 1) * BlockPool.size)
-        cache = self._pools[number].cache
-        if cache.blocks < blocks:
-            for arena in self._pools[number].arenas:
-                arena.grow(blocks, cache.blocks)
-            cache.blocks = blocks
-        return self._pools[number]
+        pool = self._pools[number]
+        if pool.cache.blocks < blocks:
+            pool.grow(blocks)
+        return pool
 
     def _tensor(self, sent: Any) -> Tensor:
         return torch.from_numpy(sent).to(self._device)
