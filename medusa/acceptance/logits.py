@@ -1,6 +1,6 @@
 """Sampling settings applied to the base's logits, at every tree node as plain decoding would at that position.
 
-Legend: B batch, N tree nodes, V vocabulary, T tokens of the text so far.
+Legend: B batch, N tree nodes, R rows, V vocabulary, T tokens of the text so far, K most likely tokens.
 """
 
 import math
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor, LogitsProcessorList, MinPLogitsWarper, TopKLogitsWarper
+from transformers import MinPLogitsWarper, TopKLogitsWarper
 
 from medusa.acceptance.path import Rule, Verdict
 from medusa.state import DecodeState
@@ -35,50 +35,46 @@ class Warper(NamedTuple):
 
     def __call__(self, logits: Tensor) -> Tensor:
         """Scores [..., V] in float32 at least; -inf for excluded tokens."""
-        warpers = LogitsProcessorList()
-        if self.top_k > 0:
-            warpers.append(TopKLogitsWarper(self.top_k))
-        if self.top_p < 1:
-            warpers.append(Nucleus(self.top_p))
-        if self.min_p > 0:
-            warpers.append(MinPLogitsWarper(self.min_p))
         logits = widened(logits)
         # The best score is 0, so no score overflows to +inf at low temperatures.
-        scaled = (logits - logits.amax(-1, keepdim=True)) / self.temperature
-        no_ids = torch.empty(0, dtype=torch.int64)
-        return warpers(no_ids, scaled.flatten(0, -2)).view_as(scaled) if warpers else scaled
+        scores = (logits - logits.amax(-1, keepdim=True)) / self.temperature
+        scores_RV, no_ids = scores.flatten(0, -2), torch.empty(0, dtype=torch.int64)
+        if self.top_k > 0:
+            scores_RV = TopKLogitsWarper(self.top_k)(no_ids, scores_RV)
+        if self.top_p < 1:
+            scores_RV = nucleus(scores_RV, self.top_p)
+        if self.min_p > 0:
+            scores_RV = MinPLogitsWarper(self.min_p)(no_ids, scores_RV)
+        return scores_RV.view_as(scores)
 
 
 NO_NOISE = Warper(temperature=0.0)
 """Settings without noise: drafts follow the most likely tokens."""
 
 
-class Nucleus(LogitsProcessor):
-    """Top-p that looks at the most likely tokens first: sorting a vocabulary on a CPU costs as much as a small model.
+def nucleus(scores_RV: Tensor, top_p: float) -> Tensor:
+    """The scores with -inf for tokens outside of the most likely ones with total probability ``top_p``.
 
-    Equally likely tokens are kept or excluded together. The result of a row depends on that row only.
+    It looks at the most likely tokens first: sorting a vocabulary on a CPU costs as much as a small model. Equally
+    likely tokens are kept or excluded together. The result of a row depends on that row only.
     """
+    few = scores_RV.device.type == "cpu" and scores_RV.shape[1] >= LARGE
+    floor_R1 = _floor(scores_RV, top_p, LIKELIEST if few else scores_RV.shape[1])
+    return scores_RV.masked_fill(scores_RV < floor_R1, -math.inf)
 
-    def __init__(self, top_p: float) -> None:
-        self.top_p = top_p
 
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Scores [R, V] with -inf for tokens outside of the most likely ones with total probability ``top_p``."""
-        few = scores.device.type == "cpu" and scores.shape[-1] >= LARGE
-        return scores.masked_fill(scores < self._floor(scores, LIKELIEST if few else scores.shape[-1]), -math.inf)
-
-    def _floor(self, scores_RV: Tensor, count: int) -> Tensor:
-        """The lowest kept score [R, 1], looked for among the ``count`` most likely tokens first."""
-        whole = count == scores_RV.shape[-1]
-        best_RK = scores_RV.sort(descending=True).values if whole else scores_RV.topk(count).values
-        mass_RK = (best_RK - scores_RV.logsumexp(-1, keepdim=True)).exp()
-        likelier_RK = mass_RK.cumsum(-1) - mass_RK
-        floor_R1 = best_RK.masked_fill(likelier_RK >= self.top_p, math.inf).amin(-1, keepdim=True)
-        if not whole:
-            wide_R = likelier_RK[:, -1] < self.top_p
-            if wide_R.any():
-                floor_R1[wide_R] = self._floor(scores_RV[wide_R], scores_RV.shape[-1])
-        return floor_R1
+def _floor(scores_RV: Tensor, top_p: float, count: int) -> Tensor:
+    """The lowest kept score [R, 1], looked for among the ``count`` most likely tokens first."""
+    whole = count == scores_RV.shape[1]
+    best_RK = scores_RV.sort(descending=True).values if whole else scores_RV.topk(count).values
+    mass_RK = (best_RK - scores_RV.logsumexp(-1, keepdim=True)).exp()
+    likelier_RK = mass_RK.cumsum(-1) - mass_RK
+    floor_R1 = best_RK.masked_fill(likelier_RK >= top_p, math.inf).amin(-1, keepdim=True)
+    if not whole:
+        wide_R = likelier_RK[:, -1] < top_p
+        if wide_R.any():
+            floor_R1[wide_R] = _floor(scores_RV[wide_R], top_p, scores_RV.shape[1])
+    return floor_R1
 
 
 class Adjustment(NamedTuple):

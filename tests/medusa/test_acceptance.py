@@ -5,7 +5,7 @@ import torch
 from transformers import TopPLogitsWarper
 
 from medusa.acceptance import Verdict, select_path
-from medusa.acceptance.logits import LARGE, LIKELIEST, Nucleus
+from medusa.acceptance.logits import LARGE, LIKELIEST, nucleus
 from medusa.noise import DRAFT, TEXT, gumbel_noise, uniform_noise
 from medusa.tree import Draft, Tree
 from tests.medusa.rules import make_rule
@@ -108,12 +108,12 @@ def test_a_nucleus_among_the_likeliest_tokens_is_that_of_the_whole_vocabulary(to
     spreads = torch.tensor([0.0, 0.1, 1.0, 3.0, 10.0, 100.0], dtype=torch.float64)
     scores = torch.randn(6, LARGE, generator=torch.Generator().manual_seed(0)).double() * spreads[:, None]
     scores[2, LIKELIEST // 2 :] = -math.inf  # as top-k leaves it
-    found = Nucleus(top_p)(None, scores)
+    found = nucleus(scores, top_p)
     expected = TopPLogitsWarper(top_p)(None, scores)
     assert torch.equal(found[1:], expected[1:])
     assert found[0].isfinite().all(), "equal tokens stay together"
-    alone = torch.cat([Nucleus(top_p)(None, row[None]) for row in scores.float()])
-    assert torch.equal(Nucleus(top_p)(None, scores.float()), alone), "a row does not depend on others"
+    alone = torch.cat([nucleus(row[None], top_p) for row in scores.float()])
+    assert torch.equal(nucleus(scores.float(), top_p), alone), "a row does not depend on others"
 
 
 @pytest.mark.parametrize(
