@@ -21,12 +21,12 @@ class PredictionDrafter(Drafter):
 
     Args:
         predicted: Token ids of the prediction.
-        nodes: N, the root included.
     """
 
-    def __init__(self, predicted: Sequence[int], nodes: int = NODES) -> None:
-        self.nodes, self._predicted = nodes, torch.tensor([list(predicted)])
-        self._lookup = PromptLookupDrafter(nodes)
+    nodes = NODES
+
+    def __init__(self, predicted: Sequence[int]) -> None:
+        self._predicted, self._lookup = torch.tensor([list(predicted)]), PromptLookupDrafter(NODES)
         self._texts: tuple[Tensor, Tensor] | None = None
 
     def propose(self, state: DecodeState, cached: Cached = (), /) -> Draft:
