@@ -136,11 +136,12 @@ class PassCache(Cache):
 
     def seen(self, buffer: Tensor) -> Tensor:
         """The part of keys or values [blocks, size, Hkv, D] that attention reads."""
-        plan = self.plan
-        if self._gathered and not self._explicit:
-            blocks = plan.table.blocks[:, : plan.width].flatten().to(buffer.device)
+        if self._explicit:
+            return self._side_by_side(buffer.flatten(0, 1))
+        if self._gathered:
+            blocks = self.plan.table.blocks[:, : self.plan.width].flatten().to(buffer.device)
             return buffer[blocks].flatten(0, 1).transpose(0, 1)[None]
-        return self._side_by_side(buffer.flatten(0, 1)) if self._explicit else buffer
+        return buffer
 
     def _side_by_side(self, rows: Tensor) -> Tensor:
         """Keys or values [1, Hkv, kv_length, D] of the plan's only sequence; 0 where nothing was written."""
