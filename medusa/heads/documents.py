@@ -55,10 +55,8 @@ class Documents:
         self.text_places, self.longest = text_places, int(lengths.max())
         self.wanted = wanted_M.nonzero()[:, 0]
         self.places = text_places[self.wanted]
-        counts = torch.bincount(
-            torch.bucketize(self.wanted.cpu(), lengths.cumsum(0), right=True), minlength=len(lengths)
-        )
-        self._counts = counts[: len(lengths)]
+        of_R = torch.bucketize(self.wanted.cpu(), lengths.cumsum(0), right=True)
+        self._counts = torch.bincount(of_R, minlength=len(lengths))
         self._lengths, self._window = lengths, window
         together = text_places.device.type != "cpu" if together is None else together
         self._picks: Tensor | None = None
