@@ -157,7 +157,7 @@ def _early_exit(context: Context, nodes: int) -> Drafter:
     parts = context.parts
     parts.base.shallow(1)  # the layers of the base can be found
     how = {"host_decides": parts.host_decides, "noise": context.noise, "drawn": context.drawn}
-    return EarlyExitDrafter(parts.base, parts.exit_layer, nodes, **how, stream=OTHER_DRAFTS[1])
+    return EarlyExitDrafter(parts.exit_layer, nodes, **how, stream=OTHER_DRAFTS[1])
 
 
 def _memory(parts: Parts) -> Sequence[Observer]:

@@ -33,11 +33,12 @@ class ExitLayer:
         base: The base, prepared for decoding.
 
     Attributes:
+        base: As given.
         model: The base's layers up to it; None = it is not known yet.
     """
 
     def __init__(self, base: BaseModel) -> None:
-        self._base = base
+        self.base = base
         self.model: BaseModel | None = None
 
     def find(self, state: DecodeState) -> BaseModel | None:
@@ -50,7 +51,7 @@ class ExitLayer:
         return self.model
 
     def _choose(self, text_T: Tensor) -> BaseModel:
-        base, total = self._base, self._base.num_layers
+        base, total = self.base, self.base.num_layers
         right_T = self._guesses(base, text_T)
         rates = {}
         for layer in sorted({max(1, total * part // CANDIDATES) for part in range(1, CANDIDATES)} - {total}):
@@ -76,8 +77,7 @@ class EarlyExitDrafter(Drafter):
     """Proposes the tokens that the base's first layers predict.
 
     Args:
-        base: The base that verifies.
-        exit_layer: The exit layer, shared with other drafters of this base.
+        exit_layer: The exit layer of the base that verifies, shared with other drafters of this base.
         nodes: N, the root included, at least 2.
         **how: ``host_decides``, ``noise``, ``drawn`` and ``stream``, see ``ModelDrafter``.
 
@@ -85,18 +85,18 @@ class EarlyExitDrafter(Drafter):
         ValueError: The budget leaves no room for a guess.
     """
 
-    def __init__(self, base: BaseModel, exit_layer: ExitLayer, nodes: int, **how: Any) -> None:
+    def __init__(self, exit_layer: ExitLayer, nodes: int, **how: Any) -> None:
         if nodes < 2:
             raise ValueError(f"nodes ({nodes}) must be at least 2 for an early exit; give a larger tree budget")
-        self.nodes, self._base, self._exit, self._how = nodes, base, exit_layer, how
+        self.nodes, self._exit, self._how = nodes, exit_layer, how
         self._drafter: ModelDrafter | None = None
 
     def propose(self, state: DecodeState, cached: Cached = (), /) -> Draft:
         """A draft below ``state.roots``; only the roots until a text is long enough to choose the exit layer."""
         if self._drafter is None:
-            model = self._exit.find(state)
+            base, model = self._exit.base, self._exit.find(state)
             if model is None:
                 return Draft.chain(state.roots[:, None])
-            cost, vocab_size = model.num_layers / self._base.num_layers, self._base.vocab_size
-            self._drafter = ModelDrafter(FirstLayers(model), vocab_size, self.nodes, cost, width=1, **self._how)
+            cost = model.num_layers / base.num_layers
+            self._drafter = ModelDrafter(FirstLayers(model), base.vocab_size, self.nodes, cost, width=1, **self._how)
         return self._drafter.propose(state, cached)

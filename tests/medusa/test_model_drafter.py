@@ -203,14 +203,14 @@ def test_a_given_exit_and_a_wrong_one():
     base = tiny("gpt2")
     exit_layer = ExitLayer(base)
     exit_layer.model = base.shallow(2)
-    drafter = EarlyExitDrafter(base, exit_layer, 4)
+    drafter = EarlyExitDrafter(exit_layer, 4)
     model = MedusaModel(base)
     plain = model.generate(PROMPTS, nodes=1, **ANSWER)
     assert [o.tokens for o in model.generate(PROMPTS, drafter=drafter, **ANSWER)] == [o.tokens for o in plain]
     with pytest.raises(ValueError, match=r"exit layer \(3\) must be from 1 to 2"):
         base.shallow(3)
     with pytest.raises(ValueError, match="at least 2 for an early exit"):
-        EarlyExitDrafter(base, exit_layer, 1)
+        EarlyExitDrafter(exit_layer, 1)
     with pytest.raises(ValueError, match="has one layer and no early exit"):
         MedusaModel(tiny("llama", num_hidden_layers=1)).generate([3], drafter="early-exit", nodes=4)
 
