@@ -127,9 +127,7 @@ def _judge(
 
 def _next(state: DecodeState, accepted: Accepted) -> DecodeState:
     positions_B = state.positions + accepted.counts
-    return DecodeState(
-        accepted.bonus, accepted.hidden, state.active, state.history, positions_B, state.seeds, state.starts
-    )
+    return dataclasses.replace(state, roots=accepted.bonus, hidden=accepted.hidden, positions=positions_B)
 
 
 def _tell(sequences: Sequence[CachedSequence], accepted: Accepted, hidden_BNF: Tensor, counts: Sequence[int]) -> None:
