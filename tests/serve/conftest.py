@@ -8,3 +8,10 @@ from medusa import MedusaModel
 @pytest.fixture(scope="module")
 def speaker(base, make_heads):
     return MedusaModel(base, make_heads())
+
+
+@pytest.fixture(scope="module")
+def client(live):
+    """OpenAI's client of the server of a file."""
+    with live.client() as client:
+        yield client

@@ -27,12 +27,6 @@ def live(speaker):
         yield server
 
 
-@pytest.fixture(scope="module")
-def client(live):
-    with openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
-
-
 def ask(text="say hello", **options):
     messages = [{"role": "user", "content": text}]
     return {"model": "small", "messages": messages, "temperature": 0, "max_tokens": 20} | options

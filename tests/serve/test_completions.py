@@ -5,7 +5,6 @@ from copy import deepcopy
 from itertools import chain
 
 import httpx
-import openai
 import pytest
 import torch
 
@@ -20,12 +19,6 @@ PROMPT = list(b"the quick brown fox")
 def live(speaker):
     with serving(speaker, EngineSettings(prefill_rows=7), ApiSettings()) as server:
         yield server
-
-
-@pytest.fixture(scope="module")
-def client(live):
-    with openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
 
 
 def complete(client, prompt=PROMPT, **options):
@@ -84,10 +77,7 @@ def ending(base, make_heads):
     (token,) = MedusaModel(base).generate(PROMPT, max_new_tokens=1).tokens
     tokenizer, model = deepcopy(base.tokenizer), deepcopy(base.model)
     model.generation_config.eos_token_id = token
-    with (
-        serving(MedusaModel(BaseModel(model, tokenizer, base.name))) as live,
-        openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0) as client,
-    ):
+    with serving(MedusaModel(BaseModel(model, tokenizer, base.name))) as live, live.client() as client:
         yield client
 
 

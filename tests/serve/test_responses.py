@@ -40,10 +40,7 @@ class Weather(Model):
 def client(base):
     tokenizer = deepcopy(base.tokenizer)
     tokenizer.chat_template = TOOL_TEMPLATE
-    with (
-        serving(MedusaModel(BaseModel(base.model, tokenizer, base.name))) as live,
-        openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0) as client,
-    ):
+    with serving(MedusaModel(BaseModel(base.model, tokenizer, base.name))) as live, live.client() as client:
         yield client
 
 

@@ -1,6 +1,5 @@
 """Tokenizers as Llama 2's: a token alone loses the space in front of its word."""
 
-import openai
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, normalizers, processors
@@ -37,10 +36,7 @@ def complete(base):
     def ask(**options):
         return client.completions.create(model="small", temperature=0, **options).choices[0]
 
-    with (
-        serving(MedusaModel(base)) as live,
-        openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0) as client,
-    ):
+    with serving(MedusaModel(base)) as live, live.client() as client:
         yield ask
 
 
