@@ -206,9 +206,10 @@ def test_requests_that_wait_keep_heads_that_are_removed(speaker, make_heads):
 def test_priority_and_client_reach_the_batch(speaker, waiting):
     async def scenario(engine):
         ends = await taken(engine, [5, 6], SamplingParams(max_new_tokens=20, ignore_eos=True), client="many")
-        stays = await taken(engine, [5, 7], SamplingParams(max_new_tokens=200, ignore_eos=True), client="many")
+        stays = await taken(engine, [5, 7], LONG, client="many")
+        short = SamplingParams(max_new_tokens=5, ignore_eos=True)
         others = [
-            await taken(engine, [5, 8 + n], LONG, client=client, priority=priority)
+            await taken(engine, [5, 8 + n], short, client=client, priority=priority)
             for n, (client, priority) in enumerate(waiting)
         ]
         order = []
