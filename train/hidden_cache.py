@@ -124,7 +124,8 @@ class HiddenCache:
         missing = self._missing(rows)
         for start in range(0, len(missing), ROWS_AT_A_TIME):
             self._compute(missing[start : start + ROWS_AT_A_TIME])
-        return Mapped([self._states(row) for row in rows], self._device)
+        shards: dict[Path, Tensor] = {}  # each is mapped once: the system limits the number of mappings
+        return Mapped([self._states(row, shards) for row in rows], self._device)
 
     def fill(self, rows_B: Tensor, rows_at_a_time: int, shown: bool) -> None:
         """Compute and write the missing states of rows, with a progress bar if `shown`."""
@@ -161,12 +162,13 @@ class HiddenCache:
         if sum(states.nbytes for states in self._pending.values()) >= self._shard_bytes:
             self.flush()
 
-    def _states(self, row: int) -> Tensor:
+    def _states(self, row: int, shards: dict[Path, Tensor]) -> Tensor:
         if row in self._pending:
             return self._pending[row]
         shard, place = self._places[row]
-        states: Tensor = _open(shard).get_tensor("hidden")[place]
-        return states
+        if shard not in shards:
+            shards[shard] = _open(shard).get_tensor("hidden")
+        return shards[shard][place]
 
     def _look(self) -> None:
         """Read the tables of new shards; damaged ones are ignored."""

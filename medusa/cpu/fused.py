@@ -154,7 +154,10 @@ class FusedPass:
 
     def _keep(self, tensors: Sequence[Tensor | None]) -> None:
         """Keep the memory of these tensors alive, even if the module moves."""
-        self._alive += [tensor.detach() for tensor in tensors if tensor is not None]
+        kept = [tensor.detach() for tensor in tensors if tensor is not None]
+        if any(not tensor.is_cpu for tensor in kept):
+            raise UnusualBlockError("some of its weights are on a disk or another device")
+        self._alive += kept
 
 
 def _shape(decoder: Any, layer: Any) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import pickle
 import struct
+import zipfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -44,7 +45,8 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
 def _read_pickle(path: Path) -> dict[str, Tensor]:
     remedy = "copy it again, or get these heads as .safetensors"
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        mapped = zipfile.is_zipfile(path)  # before torch 1.6 files had another form
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except DAMAGE as error:  # its text has several lines, and one of them explains unsafe loading
         if "GLOBAL" in str(error):
             raise ValueError(
@@ -78,5 +80,8 @@ def _save(tensors: dict[str, Tensor], path: Path) -> None:
     """Write a file with the usual permissions of new files; safetensors itself makes it readable only by its owner."""
     path.touch()
     mode = path.stat().st_mode
-    save_file(tensors, path, metadata={"format": "pt"})
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(f"heads file ({path}) cannot be written: {error}; make room, or give another directory") from error
     path.chmod(mode)

@@ -41,7 +41,7 @@ def export(
     Args:
         heads: A directory in any format, or a Hub id.
         format_name: Key in ``FORMATS``.
-        out: A new directory, or one with heads of this format, which are replaced.
+        out: A new directory, which appears whole or not at all, or one with heads of this format, which are replaced.
         base: The base that the export names; "" = the one that the heads name.
         dtype: Dtype of the written weights; None = the stored dtype.
         repo: Hub id of the heads, for the card; "" = not on the Hub.
@@ -54,7 +54,7 @@ def export(
             holds something else.
         OSError: The heads or their base are not found.
     """
-    target, out = named_format(format_name), Path(out)
+    target, out = named_format(format_name), Path(os.path.abspath(out))
     source = fetch_heads(heads)
     if out.is_dir() and any(out.iterdir()) and not target.matches(out):
         raise ValueError(f"directory ({out}) holds something else than {format_name!r} heads; give a new directory")
@@ -68,9 +68,15 @@ def export(
         _load_base(loaded.config.base, dtype) if target.ships_base(loaded.config) and loaded.config.base else None,
         published(load_provenance(source)),
     )
-    export_heads(made, format_name, out)
-    _clean(out)
-    write_card(out, loaded.config, format_name, repo, made.provenance, _report(source, made.provenance))
+    known = out.is_dir() and any(out.iterdir())  # heads of this format are replaced where they are
+    place = out if known else out.with_name(f"{out.name}.tmp")
+    if not known:
+        shutil.rmtree(place, ignore_errors=True)  # of an export that was stopped
+    export_heads(made, format_name, place)
+    _clean(place)
+    write_card(place, loaded.config, format_name, repo, made.provenance, _report(source, made.provenance))
+    if not known:
+        place.replace(out)
     return made
 
 

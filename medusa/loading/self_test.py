@@ -65,7 +65,7 @@ def choose_decoding(base: BaseModel) -> BaseModel:
             reasons[decoding] = reason
     raise UnsupportedBaseError(
         f"base ({base.name}, {base.config.model_type}) cannot be decoded here: {reasons['plain']};"
-        " use a base with rotary or learned positions"
+        " use one whose layers all keep keys and values, with rotary or learned positions"
     )
 
 
@@ -137,7 +137,8 @@ def _objection(base: BaseModel, nodes: list[int]) -> str | None:
             hidden_RF = base.run(pool, base.plan([(draft, sequences)], places))
         ours_BNV = base.logits(draft.spread(hidden_RF)).float()
     except (TypeError, AttributeError, RuntimeError, ValueError, IndexError, AssertionError, KeyError) as failure:
-        return f"its forward pass fails over cached rows: {(str(failure).splitlines() or [type(failure).__name__])[0]}"
+        said = (str(failure).splitlines() or [type(failure).__name__])[0]
+        return f"its forward pass fails over cached rows (transformers: {said.rstrip('.')})"
     return layers.objection(ours_BNV, theirs_BNV, rounded_BNV if base.fused else None)
 
 
