@@ -14,7 +14,7 @@ import torch
 
 from medusa import __version__
 from medusa.base.model import BaseModel
-from medusa.cpu.flavours import linux_says
+from medusa.cpu.flavours import processor_name
 from medusa.data.packing import PackedRows
 from medusa.train.config import Recipe
 from medusa.train.report import read_report
@@ -71,10 +71,7 @@ def software() -> dict[str, Any]:
 
 def device_name(device: torch.device) -> str:
     """Name of the GPU, or of the processor."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    said = linux_says("model name")
-    return said.partition(":")[2].strip() if said else platform.machine()
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name()
 
 
 def _version(package: str) -> str | None:

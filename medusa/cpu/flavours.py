@@ -65,6 +65,12 @@ def processor() -> str:
     return linux_says("flags", "Features") or platform.processor() or platform.machine()
 
 
+def processor_name() -> str:
+    """The processor's name, as the kernel knows it."""
+    said = linux_says("model name", "Model")
+    return said.partition(":")[2].strip() if said else platform.processor() or platform.machine()
+
+
 def able() -> Iterable[Flavour]:
     """The flavours that this processor can execute; those with more features come first."""
     has = set(processor().split())

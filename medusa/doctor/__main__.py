@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for finding in look():
             findings.append(finding)
             print(_shown(finding), flush=True)
-        expected = machine.expectations([one for one in findings if one.what in ("memory", "gpu") and _measured(one)])
+        expected = machine.expectations([one for one in findings if "bytes_per_second" in one.figures])
         print(_outlook(expected, findings))
         if options.json:
             options.json.parent.mkdir(parents=True, exist_ok=True)
@@ -82,10 +82,6 @@ def _each(what: str, look: Look) -> Iterator[Finding]:
         yield from [found] if isinstance(found, Finding) else found
     except FAILURES as error:
         yield Finding(what, "unknown", f"cannot be examined: {type(error).__name__}: {error}")
-
-
-def _measured(finding: Finding) -> bool:
-    return "bytes_per_second" in finding.figures
 
 
 def _shown(finding: Finding) -> str:

@@ -1,7 +1,6 @@
 """Processor, kernels, memory, GPU and disk, and what decoding can take at best here."""
 
 import os
-import platform
 import shutil
 import time
 from collections.abc import Iterator
@@ -55,7 +54,7 @@ class Expectation:
 
 def processor() -> Finding:
     """Its name, the cores that this process may use, and who else wants them."""
-    name, cores = _name(), _cores()
+    name, cores = flavours.processor_name(), _cores()
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
     figures = {"name": name, "cores": cores, "load": round(load, 2)}
     says = f"{name}, {cores} core{'s' * (cores != 1)}"
@@ -63,12 +62,6 @@ def processor() -> Finding:
         says = f"{says}, on which {load:.0f} programs run now: speeds below are too low"
         return Finding("processor", "slow", says, "top", figures)
     return Finding("processor", "ok", says, figures=figures)
-
-
-def _name() -> str:
-    """As the kernel knows it."""
-    said = flavours.linux_says("model name", "Model")
-    return said.partition(":")[2].strip() if said else platform.processor() or platform.machine()
 
 
 def _cores() -> int:
