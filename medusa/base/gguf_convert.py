@@ -44,7 +44,7 @@ def convert(file: Path, directory: Path, expanded: bool = False) -> str:
         ValueError: The file is damaged, transformers cannot read its family, or the package ``gguf`` is missing.
     """
     with _one_error(file), _read_once():
-        reading = Reading(file, DTYPE)
+        reading = Reading(file)
         tokenizer = read_tokenizer(file)
         whole = None if reading.singly() and not expanded else reading.whole()
     model = whole or reading.outline
@@ -82,7 +82,7 @@ def read_config(file: Path) -> PretrainedConfig:
         ValueError: See ``convert``.
     """
     with _one_error(file), _read_once():
-        return Reading(file, DTYPE).outline.config
+        return Reading(file).outline.config
 
 
 def held_bytes(file: Path) -> int:

@@ -19,6 +19,7 @@ from transformers.initialization import no_init_weights
 
 from medusa.base.gguf_config import complete_config
 from medusa.base.gguf_tensors import Stored, stored_tensors
+from medusa.cpu.packed import DTYPE
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +29,6 @@ class Reading:
 
     Args:
         file: The file.
-        dtype: Dtype of the model.
 
     Attributes:
         header: Single values of its header.
@@ -39,16 +39,16 @@ class Reading:
         ValueError: The file is damaged, or transformers does not know the family.
     """
 
-    def __init__(self, file: Path, dtype: torch.dtype):
+    def __init__(self, file: Path):
         from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
-        self._file, self._dtype = file, dtype
+        self._file = file
         self.header, self._stored = stored_tensors(file)
         self._family = str(self.header.get("general.architecture", "unknown"))
         values, _ = PretrainedConfig.get_config_dict(file.parent, gguf_file=file.name)
         config = complete_config(values, self.header, self._stored)
         with torch.device("meta"), no_init_weights():
-            self.outline: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+            self.outline: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=DTYPE)
         self._processor = TENSOR_PROCESSORS.get(self._family, TensorProcessor)(config=dict(values))
         try:
             self._names = get_gguf_hf_weights_map(self.outline, self._processor)
@@ -91,7 +91,7 @@ class Reading:
             if made[name].shape != wanted[name].shape:
                 shapes = [tuple(one.shape) for one in (made[name], wanted[name])]
                 raise ValueError(f"tensor {stored.name} has the shape {shapes[0]}, and the model's is {shapes[1]}")
-            yield name, made.pop(name).to(self._dtype), stored
+            yield name, made.pop(name).to(DTYPE), stored
 
     def _process(self, stored: Stored, made: dict[str, Tensor]) -> None:
         """Process one of the file's tensors in float32, and add the result to ``made``."""
@@ -109,7 +109,7 @@ class Reading:
             ValueError: The file lacks tensors of the model.
         """
         model, told = AutoModelForCausalLM.from_pretrained(
-            self._file.parent, gguf_file=self._file.name, config=self.outline.config, dtype=self._dtype,
+            self._file.parent, gguf_file=self._file.name, config=self.outline.config, dtype=DTYPE,
             output_loading_info=True,
             quantization_config=GgufConfig(dequantize=True),
         )  # fmt: skip
