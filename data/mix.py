@@ -118,22 +118,12 @@ class Mixer:
         return Conversation([*one.turns, turn], one.source, one.kind, one.tokens + self._length(turn))
 
 
-def write(conversations: Sequence[Conversation], directory: Path, size: int) -> list[Path]:
-    """Write files of ``size`` conversations each into an empty directory.
-
-    Raises:
-        ValueError: The directory is not empty.
-    """
-    directory.mkdir(parents=True, exist_ok=True)
-    if any(directory.iterdir()):
-        raise ValueError(f"directory ({directory}) is not empty; remove it to mix again")
-    files = []
+def write(conversations: Sequence[Conversation], directory: Path, size: int) -> None:
+    """Write files of ``size`` conversations each into a new directory."""
+    directory.mkdir(parents=True)
     for number, start in enumerate(range(0, len(conversations), size)):
-        file = directory / f"{number:03}.jsonl"
         lines = (json.dumps(one.record(), ensure_ascii=False) for one in conversations[start : start + size])
-        file.write_text("\n".join(lines) + "\n", encoding="utf-8")
-        files.append(file)
-    return files
+        (directory / f"{number:03}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def report(mixer: Mixer, mixture: Mixture, sides: Mapping[str, Sequence[Conversation]]) -> dict[str, Any]:
