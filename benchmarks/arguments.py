@@ -131,13 +131,13 @@ def _add_step(command: argparse.ArgumentParser) -> None:
     text = "PROJECT the speed with T tokens per step, as trained heads have them elsewhere (default: no projection)"
     add("--tokens-per-step", type=float, metavar="T", help=text)
     add("--profile", action="store_true", help="also say where the time of a plain step goes")
-    _add_measuring(command, rounds=10)
+    _add_measuring(command)
 
 
 def _add_attention(command: argparse.ArgumentParser) -> None:
     _add_subject(command)
     _add_sizes(command)
-    _add_measuring(command, rounds=10)
+    _add_measuring(command)
 
 
 def _add_sizes(command: argparse.ArgumentParser, note: str = "") -> None:
@@ -176,12 +176,12 @@ def _add_place(command: argparse.ArgumentParser) -> None:
     add("--device", default="auto", help="cpu, cuda, cuda:1, ... (default: %(default)s, cuda if there is one)")
 
 
-def _add_measuring(command: argparse.ArgumentParser, rounds: int) -> None:
+def _add_measuring(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
     add("--batch", type=_numbers, default=[1], metavar="B,...", help="sequences decoded together (default: 1)")
     text = "cached tokens of each sequence (default: %(default)s)"
     add("--context", type=at_least(1), default=512, metavar="L", help=text)
-    _add_rounds(command, rounds)
+    _add_rounds(command, rounds=10)
     add("--seed", type=at_least(0), default=0, metavar="N", help="of all random numbers (default: %(default)s)")
     _add_report(command)
 

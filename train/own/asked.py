@@ -17,7 +17,7 @@ from typing import Any
 from medusa import MedusaModel
 from medusa.base.names import is_embedded
 from medusa.data.chat_prompts import chat_prompts
-from medusa.data.exchange import Answered, Answerer, Exchange, Prompt, Settings, UnansweredError
+from medusa.data.exchange import BATCH, Answered, Answerer, Exchange, Prompt, Settings, UnansweredError
 from medusa.data.files import file_records
 from medusa.data.local import LocalAnswerer
 from medusa.data.own_prompts import OwnPrompts, openings
@@ -66,13 +66,13 @@ def kind_of(model: MedusaModel, path: str) -> str:
     return CHAT if model.base.tokenizer.chat_template else TEXT
 
 
-def some(model: MedusaModel, kind: str, found: Sequence[Prompt], count: int) -> list[Prompt]:
-    """Some prompts of the kind that will be answered, for the measurement."""
+def some(model: MedusaModel, kind: str, found: Sequence[Prompt]) -> list[Prompt]:
+    """Some prompts of the kind that will be answered, for the measurement, as many as a batch holds."""
     if kind == FROM_FILE:
-        return [_encoded(model, prompt) for prompt in found[:count]]
+        return [_encoded(model, prompt) for prompt in found[:BATCH]]
     if kind == CODE:
-        return [Prompt(ids=tuple(ids)) for ids in embedded_prompts(model, "train", count)]
-    made = chat_prompts("train", count)
+        return [Prompt(ids=tuple(ids)) for ids in embedded_prompts(model, "train", BATCH)]
+    made = chat_prompts("train", BATCH)
     if kind == CHAT:
         return [Prompt(prompt.asked) for prompt in made]
     texts = [list(model.base.tokenizer(prompt.turns[0]).input_ids) for prompt in made]

@@ -15,7 +15,7 @@ from medusa.base.model import BaseModel
 from medusa.base.names import full_name, resolve_base
 from medusa.clock import machine_memory
 from medusa.cpu import native
-from medusa.data.exchange import BATCH, Prompt
+from medusa.data.exchange import Prompt
 from medusa.data.prompts import fitting
 from medusa.train.base import slow_in_bfloat16
 from medusa.train.own.answers import answer_settings
@@ -90,7 +90,7 @@ def measure(base: str, path: str, found: Sequence[Prompt], out: Path, processes:
     dtype = training_dtype(model.base, facts)
     if dtype == "float32" and slow_in_bfloat16(model.base.device) and not model.base.packed:
         model = load(base, dtype)  # decoding many answers together is faster in it too
-    prompts = fitting(model, some(model, kind, found, BATCH), facts.answer_tokens)
+    prompts = fitting(model, some(model, kind, found), facts.answer_tokens)
     alone = single(model, prompts[len(prompts) // 2])
     mean = fmean(len(prompt.ids) for prompt in prompts)
     together = min(len(prompts), max(FEWEST_TOGETHER, int(READ_SECONDS / (alone.prompt_token * mean))))
