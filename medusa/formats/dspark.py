@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from medusa.base.model import BaseModel
 from medusa.formats.base import Export
 from medusa.formats.draft import DraftFormat, base_of, ids_and_order, layers_read, vocabulary_tensors
 from medusa.formats.eagle3_layer import NOT_READ, decoder_values, layer_of
@@ -74,7 +75,7 @@ class Dspark(DraftFormat):
         tensors = {theirs: state[ours] for ours, theirs in _names(config)}
         if heads.gain is not None:
             tensors["norm.weight"] = tensors["norm.weight"] * state["gain"]
-        tensors[BEFORE], tensors[AFTER] = _correction(heads, export)
+        tensors[BEFORE], tensors[AFTER] = _correction(heads, base)
         if heads.draft_ids is not None:
             shared = output[heads.draft_ids.to(output.device)].to(tensors["norm.weight"])
             tensors[OUTPUT] = shared if heads.lm_heads is None else state["lm_heads"][0]
@@ -150,12 +151,11 @@ def _names(config: HeadsConfig) -> Iterator[tuple[str, str]]:
                 yield f"layers.{index}.{ours}.bias", f"layers.{index}.{theirs}.bias"
 
 
-def _correction(heads: DraftHeads, export: Export) -> tuple[Tensor, Tensor]:
+def _correction(heads: DraftHeads, base: BaseModel) -> tuple[Tensor, Tensor]:
     """Both matrices; computed from the base's embeddings and output layer if the heads have none of their own."""
     down, up = heads.state_dict()["down.weight"], heads.state_dict()["up.weight"]
     if heads.config.own_correction:
         return down, up
-    base = base_of(export, "dspark")
     tokens = torch.arange(heads.config.vocab_size, device=base.device)
     with torch.no_grad():
         before = torch.nn.functional.linear(unit_embeddings(tokens, base, down.dtype), down)
