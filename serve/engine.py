@@ -30,6 +30,8 @@ Result = TypeVar("Result")
 
 MEMORY = 0.4
 """Default share of the memory for the KV cache."""
+STUCK = 60.0
+"""Seconds without a turn of its loop after which the engine counts as broken."""
 STOPPING = "the server is shutting down; ask another one"
 IDLE = 0.25
 """Most seconds that an idle engine sleeps before it checks the time."""
@@ -82,9 +84,9 @@ class Engine:
         await self._call(self._end)
         await asyncio.to_thread(self._thread.join)
 
-    def healthy(self, patience: float) -> bool:
-        """Whether the thread runs, its loop has run within this time, and no other rank is lost."""
-        turning = time.monotonic() - self._turned < patience
+    def healthy(self) -> bool:
+        """Whether the thread runs, its loop is not stuck, and no other rank is lost."""
+        turning = time.monotonic() - self._turned < STUCK
         return self._thread.is_alive() and turning and not self.model.base.others.broken
 
     def submit(self, asked: Asked) -> Ticket:

@@ -33,8 +33,6 @@ from medusa.serve.api.service import Service, while_connected
 from medusa.serve.models import UnknownModelError
 
 PAGE = Path(__file__).parents[1] / "page"
-STUCK = 60.0
-"""Seconds without a step, while requests run, after which the engine counts as broken."""
 ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"description": text, "model": answers.Failure}
     for status, text in (
@@ -165,7 +163,7 @@ def create_app(service: Service, drain: float = 30.0) -> FastAPI:
         return {"object": "list", "data": service.models.listing()}
 
     def check_health() -> None:
-        if not engine.healthy(STUCK):
+        if not engine.healthy():
             raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, "the engine does not work; restart the server")
 
     app.state.check_health = check_health  # Ray uses it too

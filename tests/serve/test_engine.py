@@ -29,7 +29,7 @@ def run(speaker, scenario, settings=None):
             return result
         finally:
             await engine.stop()
-            assert not engine.healthy(60)
+            assert not engine.healthy()
 
     return asyncio.run(whole())
 
