@@ -40,7 +40,7 @@ class Medusa2:
 
     def label_counts(self, step: int) -> Tensor:
         """Labels of the base and of heads 1..K in a step, over all processes, int64 [1 + K]."""
-        return (Positions.of(self._packed, self._rows(step), self._recipe.heads.num_heads).targets != IGNORE).sum(0)
+        return (self._packed.targets(self._rows(step), self._recipe.heads.num_heads) != IGNORE).sum((0, 1))
 
     def micro_batches(self, step: int, weights_C: Tensor) -> Iterator[tuple[tuple[Any, ...], bool]]:
         """Whole rows, `micro_rows` at a time; dropout depends on the step and the rows that go together."""
