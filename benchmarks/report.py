@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table as Shown
 
 from medusa.benchmarks.picture import Field, draw
-from medusa.files import replace_file, write_json
+from medusa.files import replace_text, write_json
 from medusa.train.provenance import device_name, software
 
 logger = logging.getLogger(__name__)
@@ -98,7 +98,7 @@ def publish(
         versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items() if version)
         head = [f"`{report['command']}`", f"{machine(report)}; {versions}."]
         text = "\n\n".join([*head, *(table.markdown() for table in tables)])
-        replace_file(Path(path), lambda beside: beside.write_text(text + "\n", encoding="utf-8"))
+        replace_text(Path(path), text + "\n")
     for table in tables:
         console.print(table.shown())
     if path := written["picture"]:

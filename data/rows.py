@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerBase
 
 from medusa.data.packing import PackedRows, pack_window
 from medusa.data.sources import Sample, Source, samples
-from medusa.files import full_disk_named, sweep
+from medusa.files import full_disk_named, sweep, write_json
 
 LOGGER = logging.getLogger("medusa.data")
 
@@ -134,7 +134,7 @@ def _make(directory: Path, found: Iterable[Sample], source: Source, row_tokens: 
                 "source": source.path, "row_tokens": row_tokens, "bytes": _sizes(temporary),
                 "fingerprint": _mapped(temporary, row_tokens).fingerprint(),
             }  # fmt: skip
-            (temporary / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+            write_json(temporary / MANIFEST, manifest)
             temporary.rename(directory)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

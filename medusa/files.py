@@ -116,10 +116,14 @@ def sweep(directory: Path, pattern: str, age: float = ABANDONED) -> None:
                 path.unlink()
 
 
+def replace_text(path: Path, text: str) -> None:
+    """Write text, whole or not at all."""
+    replace_file(path, lambda beside: beside.write_text(text, encoding="utf-8"))
+
+
 def write_json(path: Path, values: Mapping[str, Any]) -> None:
     """Write an object as JSON, whole or not at all."""
-    text = json.dumps(values, indent=2) + "\n"
-    replace_file(path, lambda beside: beside.write_text(text, encoding="utf-8"))
+    replace_text(path, json.dumps(values, indent=2) + "\n")
 
 
 def header(name: str) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 from safetensors import SafetensorError
 
-from medusa.files import replace_file, sweep
+from medusa.files import replace_text, sweep
 from medusa.train.config import Recipe
 from medusa.train.recipe_file import RecipeError, differences
 
@@ -218,7 +218,7 @@ def disk_errors_named(what: str) -> Iterator[None]:
 
 
 def _replace(path: Path, text: str) -> None:
-    replace_file(path, lambda beside: beside.write_text(text, encoding="utf-8"))
+    replace_text(path, text)
     _sync(path.parent)
 
 

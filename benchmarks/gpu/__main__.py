@@ -18,7 +18,7 @@ from pathlib import Path
 
 from medusa.benchmarks.gpu.parts import Part, Report, parts
 from medusa.benchmarks.process import Process, last_words
-from medusa.files import CLONE
+from medusa.files import CLONE, write_json
 
 WORK = CLONE / ".cache" / "gpu-check"
 NO_GPU = "skipped: no GPU"
@@ -140,7 +140,7 @@ def check(
             print(f"{name}: {part.command}", flush=True)
             results[name] = run_part(part, out / f"{name}.log", min(part.limit, left), environment)
         report["parts"][name] = asdict(results[name])  # after every part, so that results survive a kill
-        (out / "report.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        write_json(out / "report.json", report)
     for name, part in chosen.items():
         if part.details is not None and results[name].report:
             print(f"\n{part.details(results[name].report)}")

@@ -8,7 +8,7 @@ from typing import Any, TypeGuard
 from huggingface_hub import ModelCardData, hf_hub_download
 from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]
 
-from medusa.files import replace_file
+from medusa.files import replace_text
 from medusa.formats import holders
 from medusa.heads import HeadsConfig
 from medusa.io.hub import CARD, CARD_MARK, base_repository
@@ -91,8 +91,7 @@ def write_card(
     if path.is_file() and CARD_MARK not in path.read_text(encoding="utf-8"):
         return
     license_data = base_license(config.base) if repo or not base_repository(config.base) else {}
-    text = model_card(config, format_name, repo, provenance, report, license_data)
-    replace_file(path, lambda beside: beside.write_text(text, encoding="utf-8"))
+    replace_text(path, model_card(config, format_name, repo, provenance, report, license_data))
 
 
 def model_card(

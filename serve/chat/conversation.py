@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from medusa.files import read_object, replace_file
+from medusa.files import read_object, replace_text
 from medusa.sampling import RULES, SAMPLING, SamplingParams, Speculation
 from medusa.serve.flags import flag
 
@@ -139,7 +139,7 @@ def save(path: Path, conversation: Conversation, settings: GenerationOptions) ->
     """
     text = json.dumps({"messages": conversation.messages(), "settings": asdict(settings)}, indent=2, ensure_ascii=False)
     try:
-        replace_file(path, lambda beside: beside.write_text(text + "\n", encoding="utf-8"))
+        replace_text(path, text + "\n")
     except (OSError, ValueError) as error:  # the original message names a temporary file
         reason = getattr(error, "strerror", None) or error
         raise OSError(f"file ({path}) cannot be written: {reason}; choose another place") from error

@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from medusa.data.child import started
-from medusa.files import replace_file
+from medusa.files import replace_text
 from medusa.train.config import Recipe
 from medusa.train.own.answers import HELDOUT, TRAIN
 from medusa.train.own.plan import Plan
@@ -32,7 +32,7 @@ def write_recipe(plan: Plan, out: Path) -> Path:
     for key, value in recipe_values(plan.recipe, out).items():
         section, _, name = key.rpartition(".")
         (nested.setdefault(section, {}) if section else nested)[name] = value
-    replace_file(path, lambda beside: beside.write_text(yaml.safe_dump(nested, sort_keys=False), encoding="utf-8"))
+    replace_text(path, yaml.safe_dump(nested, sort_keys=False))
     return path
 
 

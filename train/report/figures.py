@@ -3,7 +3,6 @@
 The files are called training.json and training.png because the demo keeps its own report in the same directory.
 """
 
-import json
 import logging
 import math
 from collections.abc import Mapping, Sequence
@@ -15,6 +14,7 @@ from typing import Any
 
 import yaml
 
+from medusa.files import write_json
 from medusa.train.recipe_file import flatten
 from medusa.train.run_directory import RunDirectory
 
@@ -70,7 +70,7 @@ def read_report(run: str | Path) -> dict[str, Any]:
 def write_report(run: str | Path) -> Path:
     """Write <run>/training.json and, where matplotlib is installed, <run>/training.png; returns the JSON file."""
     report, path = read_report(run), Path(run) / "training.json"
-    path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    write_json(path, report)
     if find_spec("matplotlib") is None:
         _say_once(f"{path.with_suffix('.png')} is not drawn: matplotlib is not installed; pip install matplotlib")
     else:
