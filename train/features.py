@@ -42,9 +42,7 @@ class Positions:
     def of(packed: PackedRows, rows_B: Tensor, num_heads: int, whole: bool = False) -> "Positions":
         """The kept positions of rows; all positions of `whole` documents."""
         targets = packed.targets(rows_B, num_heads)
-        kept_BT = (targets != IGNORE).any(2)
-        if whole:
-            kept_BT = packed.filled(rows_B)
+        kept_BT = packed.filled(rows_B) if whole else (targets != IGNORE).any(2)
         ids_BT = packed.input_ids[rows_B].long()
         # A head with a target reads tokens of the same document only, so wrapped tokens at a row's end are never read.
         path_BTK = torch.stack([ids_BT.roll(-ahead, dims=1) for ahead in range(1, num_heads + 1)], dim=2)

