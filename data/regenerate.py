@@ -25,8 +25,6 @@ logger = logging.getLogger(__name__)
 class Report:
     """The result of a run."""
 
-    answered: int
-    """Number of answered prompts."""
     lines: int
     """Number of lines in the file."""
     failed: int
@@ -84,7 +82,7 @@ def regenerate(
         lines, tokens = part.finish(out, distinct)
     if failures:
         logger.warning("%d of %d prompts are left out; the first one: %s", len(failures), len(prompts), failures[0])
-    return Report(len(prompts) - len(failures), lines, len(failures), tokens)
+    return Report(lines, len(failures), tokens)
 
 
 def _digest(prompts: Sequence[Prompt]) -> str:
