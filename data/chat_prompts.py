@@ -10,6 +10,7 @@ import random
 import re
 from collections.abc import Iterator
 from functools import cache
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -55,7 +56,7 @@ def chat_prompts(split: Split, count: int, seed: int = 0) -> list[ChatPrompt]:
 
     A shorter list is the beginning of a longer one. Held-out prompts have one turn.
     """
-    return [prompt for prompt, _ in zip(_all(split, seed), range(count), strict=False)]
+    return list(islice(_all(split, seed), count))
 
 
 def _all(split: Split, seed: int) -> Iterator[ChatPrompt]:

@@ -28,7 +28,7 @@ class Adapters:
     """
 
     def __init__(self, base: BaseModel, lora: LoraRecipe) -> None:
-        config = LoraConfig(
+        self._config = LoraConfig(
             r=lora.rank,
             lora_alpha=lora.alpha,
             lora_dropout=lora.dropout,
@@ -36,10 +36,9 @@ class Adapters:
             exclude_modules=_routers(base) or None,
             task_type="CAUSAL_LM",
         )
-        self._config = config
         with warnings.catch_warnings():  # about names that transformers 6 will remove
             warnings.simplefilter("ignore", FutureWarning)
-            self._model = get_peft_model(base.model, config)
+            self._model = get_peft_model(base.model, self._config)
             if lora.checkpoint_layers:
                 base.model.gradient_checkpointing_enable({"use_reentrant": False})
         base.model.eval()

@@ -29,8 +29,6 @@ REQUESTS, NODES = (1, 16, 64), (1, 8, 16, 64)
 SIZES = [(requests, context) for requests in REQUESTS for context in CONTEXTS]
 HEADS, ROUNDS = 5, 3
 """Number of recurrent heads in measured steps, and of measured repetitions."""
-MARKS = ("<!-- python -m medusa.benchmarks.gpu.paper -->", "<!-- end -->")
-"""Marks before and after the tables in docs/gpu.md."""
 
 Row = dict[str, Any]
 

@@ -6,11 +6,12 @@ from pathlib import Path
 import pytest
 
 from medusa import MedusaModel
-from medusa.benchmarks.gpu.paper import MARKS, beside, card_of, key_figure, main, measured
+from medusa.benchmarks.gpu.paper import beside, card_of, key_figure, main, measured
 from medusa.benchmarks.step.shapes import random_base, random_heads
 from medusa.budget.bound import CARDS, READS, Card
 
 PAGE = Path(__file__).parents[3] / "docs" / "gpu.md"
+MARKS = ("<!-- python -m medusa.benchmarks.gpu.paper -->", "<!-- end -->")
 
 
 def test_the_page_holds_what_the_command_prints(capsys):
