@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastapi import Request as HttpRequest
 
-from medusa.serve.api.errors import ApiError, as_api_error
+from medusa.serve.api.errors import ApiError
 from medusa.serve.api.texts import Texts
 from medusa.serve.engine import Engine
 from medusa.serve.models import Models
@@ -57,17 +57,15 @@ class Service:
         """Submit requests; either all are accepted, or none.
 
         Raises:
-            ApiError: A request is refused.
+            BusyError, LateError, StoppingError, EngineError, ValueError: A request is refused, see ``handle_errors``.
         """
         tickets = [self.engine.submit(request) for request in requests]
         try:
             for ticket in tickets:
                 await ticket.taken()
-        except BaseException as error:
+        except BaseException:
             for ticket in tickets:
                 ticket.cancel()
-            if isinstance(error, Exception):
-                raise as_api_error(error) from error
             raise
         return tickets
 
