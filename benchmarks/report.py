@@ -48,8 +48,9 @@ class Table(NamedTuple):
     def shown(self) -> Shown:
         """The table for a terminal."""
         table = Shown(title=self.title, title_justify="left", caption=self.note, caption_justify="left")
-        for place, heading in enumerate(self.headings):
-            table.add_column(heading, justify="right" if place else "left", overflow="fold")
+        for place, heading in enumerate(self.headings):  # figures stay whole on a narrow terminal
+            width = max((len(line[place]) for line in self.cells), default=None) if place else None
+            table.add_column(heading, justify="right" if place else "left", overflow="fold", min_width=width)
         for line in self.cells:
             table.add_row(*line)
         return table
@@ -100,7 +101,9 @@ def publish(
         text = "\n\n".join([*head, *(table.markdown() for table in tables)])
         replace_text(Path(path), text + "\n")
     for table in tables:
-        console.print(table.shown())
+        shown = table.shown()
+        console.width = max(console.width, console.measure(shown).minimum)
+        console.print(shown)
     if path := written["picture"]:
         try:
             draw(title, fields, path)

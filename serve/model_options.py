@@ -23,7 +23,7 @@ class ModelOptions:
     heads: str | None = flag(
         None,
         "directory of the heads, or their Hub id (default: those of the repository for --base smollm2,"
-        f" {DEFAULT_HEADS} for embedded, none for other bases or beside a draft model)",
+        f" {DEFAULT_HEADS} for embedded once the demo has run, none for other bases or beside a draft model)",
         metavar="DIR",
     )
     base: str | None = flag(
@@ -108,7 +108,8 @@ class ModelOptions:
         from medusa.base.names import EMBEDDED, default_base, shipped_heads
 
         base = self.base or default_base()
-        alone = self.draft_model or base != EMBEDDED
+        untrained = self.base is not None and not Path(DEFAULT_HEADS).is_dir()
+        alone = self.draft_model or base != EMBEDDED or untrained
         return self.heads or shipped_heads(base) or (None if alone else DEFAULT_HEADS)
 
 

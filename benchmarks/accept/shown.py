@@ -1,7 +1,6 @@
 """The output of ``medusa bench accept``: tables, conclusions in words, and fields of a picture."""
 
 from collections.abc import Mapping, Sequence
-from itertools import takewhile
 from typing import Any
 
 from medusa.benchmarks.accept.figures import CATEGORY, LENGTH, PLACE, Estimate
@@ -61,7 +60,8 @@ def _depths(report: Report, name: str, rows: Sequence[Row]) -> Table:
     cells = [line + [""] * (1 + len(depths) - len(line)) for line in cells]
     title = f"{report['base']}, {name}: share of drafts that are right at a depth where they were right above (95 %);"
     title += f" groups: {_shape(whole)}s of {sizes[-1]}"
-    return Table(title, ("questions", *(f"depth {depth + 1}" for depth in depths)), cells)
+    few = f"Fewer than {FEWEST_DRAFTS} drafts: answer more questions, or with more tokens." if not depths else ""
+    return Table(title, ("questions", *(f"depth {depth + 1}" for depth in depths)), cells, few)
 
 
 def _failures(report: Report, name: str, rows: Sequence[Row]) -> Table:
@@ -147,9 +147,13 @@ def fields(report: Report) -> list[Field]:
 
 
 def _known(values: Sequence[Estimate | None]) -> list[Estimate]:
-    """The estimates of the first depths that enough drafts reach, up to the last with a right one."""
-    enough = (found is not None and found["of"] >= FEWEST_DRAFTS and found["value"] > 0 for found in values)
-    return [found for found, _ in zip(values[:SHOWN_DEPTHS], takewhile(bool, enough), strict=False) if found]
+    """The estimates of the first depths that enough drafts reach, up to the first without a right one."""
+    known = list[Estimate]()
+    for found in values[:SHOWN_DEPTHS]:
+        if found is None or found["of"] < FEWEST_DRAFTS or (known and not known[-1]["value"]):
+            break
+        known.append(found)
+    return known
 
 
 def _line(x: Sequence[Any], values: Sequence[Estimate], style: str = "o-") -> Line:

@@ -10,12 +10,13 @@ from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from medusa.base import gguf, groupwise, smollm2
 from medusa.base.adapter import apply_adapter
 from medusa.base.names import full_name
+from medusa.base.plain import load_plain
 from medusa.base.tensor_parallel import divide
 from medusa.clock import limit_threads, machine_memory
 from medusa.cpu.int8 import round_linears
@@ -28,8 +29,6 @@ logger = logging.getLogger(__name__)
 
 EXPANDED_SHARE = 0.5
 """Largest share of the machine's memory for expanded weights, if packed weights are slower."""
-QUANTISED = ("weight_scale", "weight_scale_inv", "weight_scale_2", ".qweight", ".weight_packed")
-"""Ends of names of tensors without which quantised weights mean something else."""
 
 
 class Checkpoint(NamedTuple):
@@ -89,10 +88,7 @@ def read_checkpoint(
             elif gguf.holds(path, packed) and not options and not is_deepspeed_zero3_enabled():
                 model = gguf.load(path, dtype, expand=not packed)
             else:
-                model, found = AutoModelForCausalLM.from_pretrained(
-                    gguf.expanded(path), dtype=dtype, output_loading_info=True, **options
-                )
-                _check_complete(found)
+                model = load_plain(gguf.expanded(path), dtype, options)
             if not quantised and not spread:
                 model = model.to(device)
             tokenizer = AutoTokenizer.from_pretrained(path)
@@ -110,18 +106,6 @@ def read_checkpoint(
     if pack and device.type == "cpu" and not spread:
         use_kernels(model)
     return Checkpoint(model, tokenizer, name, smollm2.source(path) or groupwise.describe(config))
-
-
-def _check_complete(found: Mapping[str, Any]) -> None:
-    """Check that the files fill the model, whose other weights would be random, and that nothing scales what they hold.
-
-    Args:
-        found: What transformers says about the tensors of the files.
-    """
-    if missing := sorted(found["missing_keys"]):
-        raise ValueError(f"its files lack {len(missing)} of the model's tensors, among them {missing[0]}")
-    if scales := sorted(name for name in found["unexpected_keys"] if name.endswith(QUANTISED)):
-        raise ValueError(f"its weights are quantised in a way that is not read here ({scales[0]} is left over)")
 
 
 def _remedy(path: str) -> str:

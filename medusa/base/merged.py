@@ -87,31 +87,37 @@ def _from_hub(name: str) -> Path | None:
 
 def _merge(adapter: Path, below: str, directory: Path) -> None:
     """Write the merged model and its tokenizer; the whole model is in memory, in the checkpoint's own dtype."""
+    import torch
     from safetensors import SafetensorError
     from transformers import AutoConfig, AutoTokenizer
 
     from medusa.base import groupwise
     from medusa.base.adapter import apply_adapter
-    from medusa.base.checkpoint import read_checkpoint
     from medusa.base.gguf_convert import save_expanded
+    from medusa.base.plain import load_plain
 
     config = AutoConfig.from_pretrained(below)
-    if hasattr(config, "quantization_config") and not groupwise.reads(config):
+    grouped, dtype = groupwise.reads(config), config.dtype or torch.float32
+    if hasattr(config, "quantization_config") and not grouped:
         raise ValueError(
             f"adapter ({adapter}) changes a quantised base ({below}), into which it cannot be merged; name the plain"
             f" weights in its {CONFIG}, as base_model_name_or_path"
         )
-    read = read_checkpoint(below, config.dtype, "cpu", pack=False, int8=False, load_options=None, adapter="")
     try:
-        model = _with_rows(read.model, adapter / WEIGHTS)
+        model = groupwise.load(below, config, dtype, False) if grouped else load_plain(gguf.expanded(below), dtype, {})
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        raise ValueError(
+            f"base ({below}) of the adapter ({adapter}) cannot be loaded: {error}; copy it again"
+        ) from error
+    try:
+        model = _with_rows(model, adapter / WEIGHTS)
     except SafetensorError as error:
         raise ValueError(f"adapter ({adapter}) has a damaged {WEIGHTS}: {error}; copy it again") from error
     model = apply_adapter(model, adapter)
     directory.mkdir()
     save_expanded(model, directory)
     own = (adapter / "tokenizer_config.json").is_file()
-    tokenizer = AutoTokenizer.from_pretrained(adapter) if own else read.tokenizer
-    tokenizer.save_pretrained(directory)
+    AutoTokenizer.from_pretrained(adapter if own else below).save_pretrained(directory)
 
 
 def _with_rows(model: "PreTrainedModel", weights: Path) -> "PreTrainedModel":

@@ -83,5 +83,7 @@ def _save(tensors: dict[str, Tensor], path: Path) -> None:
     try:
         save_file(tensors, path, metadata={"format": "pt"})
     except SafetensorError as error:
-        raise OSError(f"heads file ({path}) cannot be written: {error}; make room, or give another directory") from error
+        raise OSError(
+            f"heads file ({path}) cannot be written: {error}; make room, or give another directory"
+        ) from error
     path.chmod(mode)

@@ -1,6 +1,8 @@
 """Converts heads from one format to another, with a model card."""
 
 import contextlib
+import os
+import shutil
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -41,7 +43,8 @@ def export(
     Args:
         heads: A directory in any format, or a Hub id.
         format_name: Key in ``FORMATS``.
-        out: A new directory, which appears whole or not at all, or one with heads of this format, which are replaced.
+        out: A new directory, which appears whole or not at all, or an empty one, or one with heads of this format,
+            which are replaced.
         base: The base that the export names; "" = the one that the heads name.
         dtype: Dtype of the written weights; None = the stored dtype.
         repo: Hub id of the heads, for the card; "" = not on the Hub.
@@ -68,10 +71,10 @@ def export(
         _load_base(loaded.config.base, dtype) if target.ships_base(loaded.config) and loaded.config.base else None,
         published(load_provenance(source)),
     )
-    known = out.is_dir() and any(out.iterdir())  # heads of this format are replaced where they are
+    known = out.is_dir()
     place = out if known else out.with_name(f"{out.name}.tmp")
     if not known:
-        shutil.rmtree(place, ignore_errors=True)  # of an export that was stopped
+        shutil.rmtree(place, ignore_errors=True)  # left by an export that was stopped
     export_heads(made, format_name, place)
     _clean(place)
     write_card(place, loaded.config, format_name, repo, made.provenance, _report(source, made.provenance))

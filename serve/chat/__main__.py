@@ -140,7 +140,7 @@ def _talk_to_model(args: argparse.Namespace, terminal: Terminal, settings: Gener
 def _offered(terminal: Terminal, options: ModelOptions) -> ModelOptions:
     """Offer SmolLM2 if the default heads do not exist yet; returns the options that the user chooses."""
     missing = options.heads_or_default() == DEFAULT_HEADS and not Path(DEFAULT_HEADS).is_dir()
-    if not missing or options.base or not terminal.interactive:
+    if not missing or not terminal.interactive:
         return options
     terminal.note(f"There are no heads in {DEFAULT_HEADS} yet; ./launch.sh trains them in some ten minutes.")
     try:

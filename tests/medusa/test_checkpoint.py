@@ -67,9 +67,3 @@ def test_a_pickle_of_more_than_tensors_is_not_read(copy, capsys):
     ):
         BaseModel.load(copy, torch.float32)
     assert "this code ran" not in capsys.readouterr().out
-
-
-def test_an_adapter_without_its_base_is_told(tmp_path):
-    (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"it is an adapter: merge it into its base"):
-        BaseModel.load(tmp_path)

@@ -9,6 +9,7 @@ import huggingface_hub
 import pytest
 import torch
 from huggingface_hub.errors import EntryNotFoundError
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from medusa import MedusaModel
@@ -160,6 +161,17 @@ def test_what_cannot_be_merged_is_one_clear_error(harm, message, tune):
     directory, _ = tune()
     harm(directory)
     with pytest.raises((ValueError, FileNotFoundError), match=message):
+        MedusaModel.from_pretrained(str(directory), device="cpu")
+
+
+def test_a_base_that_lacks_weights_is_refused(tune, base_directory, tmp_path):
+    directory, _ = tune()
+    below = shutil.copytree(base_directory, tmp_path / "below")
+    tensors = load_file(below / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, below / "model.safetensors", metadata={"format": "pt"})
+    change(directory, base_model_name_or_path=str(below))
+    with pytest.raises(ValueError, match=r"base \(.*below\) of the adapter .* lack 1 of the model's tensors"):
         MedusaModel.from_pretrained(str(directory), device="cpu")
 
 

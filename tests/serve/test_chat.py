@@ -185,10 +185,12 @@ def test_a_chat_without_trained_heads_offers_smollm2(monkeypatch, tmp_path):
     assert chat._offered(pipe, ModelOptions()).base is None
     with pytest.raises(FileNotFoundError, match=r"run ./launch\.sh first, .* take --base smollm2"):
         ModelOptions().load()
+    assert ModelOptions(base="embedded").heads_or_default() is None, "who names a base gets it, with heads or without"
     (tmp_path / DEFAULT_HEADS).mkdir(parents=True)
     out = io.StringIO()
     assert chat._offered(Person(io.StringIO("y\n"), out, out), ModelOptions()).base is None
     assert not out.getvalue()
+    assert ModelOptions(base="embedded").heads_or_default() == DEFAULT_HEADS
 
 
 def test_a_template_of_a_file_takes_the_place_of_the_base_s(base_directory, tmp_path):

@@ -78,6 +78,18 @@ def test_rows_in_any_order_are_the_bases_own(tmp_path: Path, frozen: BaseModel, 
     assert not _asked(third)
 
 
+def test_a_shard_is_mapped_once_whatever_the_order_of_rows(
+    tmp_path: Path, frozen: BaseModel, packed: PackedRows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system limits the number of mappings of a process."""
+    cache = _cache(tmp_path, frozen, packed)
+    cache.fill(torch.arange(20), rows_at_a_time=3, shown=False)
+    opened, really = list[Path](), hidden_cache._open
+    monkeypatch.setattr(hidden_cache, "_open", lambda path: (opened.append(path), really(path))[1])
+    cache.read(torch.randperm(20, generator=torch.Generator().manual_seed(0)))
+    assert len(opened) == len(set(opened)) > 2
+
+
 def test_what_another_process_wrote_is_found(tmp_path: Path, frozen: BaseModel, packed: PackedRows) -> None:
     ours, theirs = _cache(tmp_path, frozen, packed), _cache(tmp_path, frozen, packed)
     theirs.fill(torch.arange(4), rows_at_a_time=2, shown=False)

@@ -9,7 +9,7 @@ from medusa import MedusaModel
 from medusa.benchmarks.__main__ import main
 from medusa.benchmarks.accept.figures import estimates, figures, grouped
 from medusa.benchmarks.accept.measure import FAR, LOW, NEAR, OUTSIDE, RIGHT, WIDTH, measure
-from medusa.benchmarks.accept.shown import conclusion
+from medusa.benchmarks.accept.shown import FEWEST_DRAFTS, _known, conclusion
 from medusa.benchmarks.accept.texts import known_answers, usual_file
 
 PROMPTS = [[5, 9, 7, 5, 9, 7], [30, 2] * 9, [8, 8, 8, 3]]
@@ -86,6 +86,16 @@ def test_answers_of_one_token_say_nothing(base):
     assert (row["group"], row["places"], place["places"]) == ("0 to 127", 1, 1)
     with pytest.raises(ValueError, match=r"answers \(3\) have one token each"):
         figures(measure(MedusaModel(base), ["prompt-lookup"], [4], PROMPTS, [[7]] * 3).drafters["prompt-lookup"], [])
+
+
+def test_depths_without_figures_are_told(capsys):
+    def estimate(of, value):
+        return {"of": of, "value": value, "low": value, "high": value}
+
+    right, none, rare = estimate(FEWEST_DRAFTS, 0.5), estimate(FEWEST_DRAFTS, 0.0), estimate(FEWEST_DRAFTS - 1, 0.5)
+    assert _known([right, none, right]) == [right, none], "no draft is right down to a depth below"
+    assert _known([none, rare]) == [none]
+    assert _known([rare, right]) == _known([None]) == []
 
 
 def test_texts_of_another_base_are_told(asked, tmp_path, caplog):

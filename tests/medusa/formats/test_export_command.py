@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import resource
 import subprocess
 import sys
 from functools import partial
@@ -14,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from medusa.formats import FORMATS, find_format, holders, load_heads, save_heads
+from medusa.io import export
 from medusa.io.command import main
 from medusa.io.hub import CARD_MARK
 from tests.medusa.formats.hub_stand_in import TOKEN, hub_stand_in
@@ -73,6 +75,32 @@ def test_every_format_is_written_and_recognised_or_refused(saved, base, tmp_path
     assert f"format           {find_format(out).name} (" in shown
     assert "heads            3\n" in shown
     assert "PROBLEM" not in shown
+
+
+@pytest.mark.parametrize("name", ["native", "custom-generate", "medusa-v1"])
+def test_an_export_that_was_stopped_starts_again(saved, tmp_path, monkeypatch, name):
+    def stopped(*_):
+        raise KeyboardInterrupt
+
+    shape = "own" if name == "medusa-v1" else "recurrent"
+    words = ["--heads", saved[shape], "--format", name, "--out", tmp_path / "out"]
+    with monkeypatch.context() as patch:
+        patch.setattr(export, "write_card", stopped)
+        assert run(*words) == 130
+    assert not (tmp_path / "out").exists()
+    assert run(*words) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert run(*words) == 0, "over itself"
+
+
+def test_a_full_disk_is_one_sentence(saved, tmp_path, monkeypatch, capsys):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, before[1]))
+    try:
+        assert run("--heads", saved["own"], "--format", "native", "--out", tmp_path / "out") == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert re.fullmatch(r"heads file \(.*\) cannot be written: .*; make room, .*\n", capsys.readouterr().err)
 
 
 def test_native_heads_keep_what_belongs_to_them(saved, tmp_path):
