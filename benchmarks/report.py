@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 Report = dict[str, Any]
 WIDTH = 180
 """Columns if the output is not a terminal."""
+WIDEST = 1000
+"""Columns of the widest table; wider than a terminal, its lines wrap."""
 
 
 class Table(NamedTuple):
@@ -102,7 +104,8 @@ def publish(
         replace_text(Path(path), text + "\n")
     for table in tables:
         shown = table.shown()
-        console.width = max(console.width, console.measure(shown).minimum)
+        least = console.measure(shown, options=console.options.update_width(WIDEST)).minimum
+        console.width = max(console.width, least)
         console.print(shown)
     if path := written["picture"]:
         try:

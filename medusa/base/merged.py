@@ -106,9 +106,7 @@ def _merge(adapter: Path, below: str, directory: Path) -> None:
     try:
         model = groupwise.load(below, config, dtype, False) if grouped else load_plain(gguf.expanded(below), dtype, {})
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        raise ValueError(
-            f"base ({below}) of the adapter ({adapter}) cannot be loaded: {error}; copy it again"
-        ) from error
+        raise ValueError(f"base ({below}) of the adapter ({adapter}) is damaged: {error}; copy it again") from error
     try:
         model = _with_rows(model, adapter / WEIGHTS)
     except SafetensorError as error:
@@ -127,7 +125,7 @@ def _with_rows(model: "PreTrainedModel", weights: Path) -> "PreTrainedModel":
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     tables = tuple(f"{name}.weight" for name, module in model.named_modules() if module in ends)
     with safe_open(weights, "pt") as file:
-        rows = [int(file.get_slice(name).get_shape()[0]) for name in file.keys() if name.endswith(tables)]
+        rows = [int(file.get_slice(name).get_shape()[0]) for name in file.keys() if name.endswith(tables)]  # noqa: SIM118
     if rows and rows[0] != ends[0].weight.shape[0]:
         model.resize_token_embeddings(rows[0], mean_resizing=False)
     return model

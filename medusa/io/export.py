@@ -1,7 +1,6 @@
 """Converts heads from one format to another, with a model card."""
 
 import contextlib
-import os
 import shutil
 from collections.abc import Mapping
 from functools import partial
@@ -57,7 +56,7 @@ def export(
             holds something else.
         OSError: The heads or their base are not found.
     """
-    target, out = named_format(format_name), Path(os.path.abspath(out))
+    target, out = named_format(format_name), Path(out).resolve()
     source = fetch_heads(heads)
     if out.is_dir() and any(out.iterdir()) and not target.matches(out):
         raise ValueError(f"directory ({out}) holds something else than {format_name!r} heads; give a new directory")

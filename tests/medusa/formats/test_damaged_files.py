@@ -85,7 +85,7 @@ def test_a_pickle_with_code_is_refused_and_not_run(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "way, message",
+    ("way", "message"),
     [("pickle", "is damaged: torch"), ("torch before 1.6", "pickle of more than tensors and could run code")],
 )
 def test_other_pickles_are_not_run_either(tmp_path, way, message):
