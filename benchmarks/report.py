@@ -47,12 +47,12 @@ class Table(NamedTuple):
         table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
         return "\n\n".join(filter(None, (f"**{self.title}**", table, self.note)))
 
-    def shown(self) -> Shown:
-        """The table for a terminal."""
+    def shown(self, narrow: bool = False) -> Shown:
+        """The table for a terminal; if that is narrow, columns of figures are as wide as their figures."""
         table = Shown(title=self.title, title_justify="left", caption=self.note, caption_justify="left")
-        for place, heading in enumerate(self.headings):  # figures stay whole on a narrow terminal
-            width = max((len(line[place]) for line in self.cells), default=None) if place else None
-            table.add_column(heading, justify="right" if place else "left", overflow="fold", min_width=width)
+        for place, heading in enumerate(self.headings):
+            width = max((len(line[place]) for line in self.cells), default=None) if narrow and place else None
+            table.add_column(heading, justify="right" if place else "left", overflow="fold", width=width)
         for line in self.cells:
             table.add_row(*line)
         return table
@@ -103,10 +103,10 @@ def publish(
         text = "\n\n".join([*head, *(table.markdown() for table in tables)])
         replace_text(Path(path), text + "\n")
     for table in tables:
-        shown = table.shown()
-        least = console.measure(shown, options=console.options.update_width(WIDEST)).minimum
-        console.width = max(console.width, least)
-        console.print(shown)
+        wide = console.options.update_width(WIDEST)
+        narrow = console.measure(table.shown(), options=wide).maximum > console.width
+        console.width = max(console.width, console.measure(table.shown(narrow), options=wide).minimum * narrow)
+        console.print(table.shown(narrow))
     if path := written["picture"]:
         try:
             draw(title, fields, path)
