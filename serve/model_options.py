@@ -28,8 +28,8 @@ class ModelOptions:
     )
     base: str | None = flag(
         None,
-        "base: embedded, smollm2, a directory, a GGUF file or a Hub id (default: the one that the heads name; without"
-        " heads embedded, or smollm2 where that is missing, as outside of a clone)",
+        "base: embedded, smollm2, a directory, a GGUF file or a Hub id, of a model or a LoRA adapter (default: the one"
+        " that the heads name; without heads embedded, or smollm2 where that is missing, as outside of a clone)",
         metavar="NAME",
     )
     draft_model: str | None = flag(
