@@ -32,6 +32,18 @@ def is_adapter(directory: str | Path) -> bool:
     return (directory / CONFIG).is_file() and not (directory / "config.json").is_file()
 
 
+def named_base(adapter: Path) -> str:
+    """The base that an adapter names.
+
+    Raises:
+        ValueError: It names none.
+    """
+    base = (peek_object(adapter / CONFIG) or {}).get("base_model_name_or_path")
+    if not isinstance(base, str) or not base:
+        raise ValueError(f"adapter ({adapter}) names no base; give it in its {CONFIG}, as base_model_name_or_path")
+    return base
+
+
 def locate(name: str, find: Callable[[str], str]) -> str:
     """Merge an adapter with its base, if that was not done yet; returns the directory, or any other name unchanged.
 
@@ -46,9 +58,7 @@ def locate(name: str, find: Callable[[str], str]) -> str:
     adapter = _from_hub(name) if not Path(name).is_dir() else Path(name)
     if adapter is None or not is_adapter(adapter):
         return name
-    base = (peek_object(adapter / CONFIG) or {}).get("base_model_name_or_path")
-    if not isinstance(base, str) or not base:
-        raise ValueError(f"adapter ({name}) names no base; give it in its {CONFIG}, as base_model_name_or_path")
+    base = named_base(adapter)
     if not (adapter / WEIGHTS).is_file():
         raise ValueError(f"adapter ({name}) has no {WEIGHTS}; save it again with peft, as safetensors")
     try:

@@ -1,5 +1,6 @@
 """``medusa serve --dry-run``: a plan from a config alone."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -47,6 +48,15 @@ def test_known_bases_are_planned_without_a_network(base, capsys):
 def test_a_config_file_or_its_directory_is_enough(config_file, capsys):
     for place in (config_file, config_file.parent):
         assert "a position takes 256 bytes" in plan(capsys, "--base", str(place), "--dtype", "float32")
+
+
+def test_an_adapter_takes_what_its_base_takes(config_file, tmp_path, capsys):
+    (tmp_path / "tuned").mkdir()
+    (tmp_path / "tuned" / "adapter_config.json").write_text(
+        json.dumps({"base_model_name_or_path": str(config_file.parent)})
+    )
+    texts = [plan(capsys, "--base", str(base)) for base in (config_file.parent, tmp_path / "tuned")]
+    assert texts[0].partition("\n")[2] == texts[1].partition("\n")[2]
 
 
 def test_without_a_size_it_is_this_machine(config_file, capsys, monkeypatch):
