@@ -74,7 +74,9 @@ def locate(name: str, find: Callable[[str], str]) -> str:
     def make(model: Path) -> None:
         logger.info("base %s: merging this adapter with %s and keeping the result in %s, once", name, base, directory)
         _merge(adapter, below, model)
-        write_json(model / gguf.SOURCE, {"name": name, "source": f"weights of {base} with the adapter {name}"})
+        # Without directories: heads name this source, and may be published.
+        names = (Path(one).name if Path(one).exists() else one for one in (base, name))
+        write_json(model / gguf.SOURCE, {"source": "weights of {} with the adapter {}".format(*names)})
 
     gguf.keep(directory, make)
     return str(directory)

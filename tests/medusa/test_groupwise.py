@@ -213,6 +213,21 @@ def test_other_uses_have_plain_layers(checkpoint):
         assert all(torch.equal(weights[path], weight.to(base.dtype)) for path, weight in defines.items())
 
 
+@pytest.mark.parametrize("case", ["gptq", "awq"])
+def test_an_adapter_is_merged_with_expanded_layers(case, checkpoint, tmp_path, monkeypatch):
+    peft = pytest.importorskip("peft")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    directory, _ = checkpoint(case)
+    below = read(directory, torch.float16, False)
+    tuned = peft.get_peft_model(below, peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
+    tuned.peft_config["default"].base_model_name_or_path = str(directory)
+    tuned.save_pretrained(tmp_path / "tuned")
+    base = BaseModel.load(tmp_path / "tuned", device="cpu", dtype=torch.float16)
+    expected = tuned.merge_and_unload().state_dict()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in base.model.state_dict().items())
+    assert not hasattr(base.model.config, "quantization_config")
+
+
 def test_files_may_be_several(checkpoint, tmp_path, monkeypatch):
     directory, defines = checkpoint("w4a16, asymmetric")
     tensors, index = load_file(directory / "model.safetensors"), {}

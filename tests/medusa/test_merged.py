@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import shutil
+from pathlib import Path
 
 import huggingface_hub
 import pytest
@@ -82,7 +83,7 @@ def test_text_is_that_of_the_tuned_model(config, more_tokens, tune, base, make_h
     assert model.generate(PROMPT, max_new_tokens=24).tokens == expected[0, len(PROMPT) :].tolist()
     assert model.base.vocab_size == base.vocab_size + more_tokens
     assert model.base.name == str(directory)
-    assert model.base.source == f"weights of {base.name} with the adapter {directory}"
+    assert model.base.source == f"weights of {Path(base.name).name} with the adapter tuned"
 
 
 def test_heads_draft_for_it_without_changing_its_text(tune, base, model, make_heads, tmp_path):
@@ -131,7 +132,9 @@ def test_an_adapter_on_the_hub(tune, base, tmp_path, monkeypatch):
     monkeypatch.setattr(smollm2, "_named", lambda name: name)
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, allow_patterns: str(directory))
-    assert smollm2.source(smollm2.locate("ann/tuned")) == f"weights of {base.name} with the adapter ann/tuned"
+    assert (
+        smollm2.source(smollm2.locate("ann/tuned")) == f"weights of {Path(base.name).name} with the adapter ann/tuned"
+    )
 
 
 def test_a_directory_is_an_adapter_or_something_else(tune, base, make_heads, tmp_path):
