@@ -132,9 +132,8 @@ def test_an_adapter_on_the_hub(tune, base, tmp_path, monkeypatch):
     monkeypatch.setattr(smollm2, "_named", lambda name: name)
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, allow_patterns: str(directory))
-    assert (
-        smollm2.source(smollm2.locate("ann/tuned")) == f"weights of {Path(base.name).name} with the adapter ann/tuned"
-    )
+    source = smollm2.source(smollm2.locate("ann/tuned"))
+    assert source == f"weights of {Path(base.name).name} with the adapter ann/tuned", "nothing private"
 
 
 def test_a_directory_is_an_adapter_or_something_else(tune, base, make_heads, tmp_path):
