@@ -36,7 +36,7 @@ def apply_adapter(model: PreTrainedModel, directory: str | Path, merge: bool = T
         from peft.utils import SAFETENSORS_WEIGHTS_NAME
     except ImportError as error:
         raise ValueError(f"adapter ({directory}) needs the package peft: {error}; pip install peft") from error
-    known = {name for name, _ in model.named_parameters()}
+    known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     try:
         with warnings.catch_warnings():  # peft imports a name that transformers 6 will remove
             warnings.simplefilter("ignore", FutureWarning)

@@ -120,7 +120,7 @@ def _merge(adapter: Path, below: str, directory: Path) -> None:
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ValueError(f"base ({below}) of the adapter ({adapter}) is damaged: {error}; copy it again") from error
     try:
-        model = _with_rows(model, adapter / WEIGHTS)
+        model = _fitted(model, adapter / WEIGHTS)
     except SafetensorError as error:
         raise ValueError(f"adapter ({adapter}) has a damaged {WEIGHTS}: {error}; copy it again") from error
     model = apply_adapter(model, adapter)
@@ -130,14 +130,25 @@ def _merge(adapter: Path, below: str, directory: Path) -> None:
     AutoTokenizer.from_pretrained(adapter if own else below).save_pretrained(directory)
 
 
-def _with_rows(model: "PreTrainedModel", weights: Path) -> "PreTrainedModel":
-    """The model with as many tokens as an adapter holds embeddings for, if it holds any: fine-tuning may add tokens."""
+def _fitted(model: "PreTrainedModel", weights: Path) -> "PreTrainedModel":
+    """The model with the tokens of an adapter, and with ends of their own if the adapter changes only one of them.
+
+    Fine-tuning may add tokens. Merged into a weight that is embedding and output layer in one, a change of one of them
+    would change both.
+    """
     from safetensors import safe_open
+    from torch import nn
 
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
-    tables = tuple(f"{name}.weight" for name, module in model.named_modules() if module in ends)
+    paths = [path for path, module in model.named_modules() if module in ends]
     with safe_open(weights, "pt") as file:
-        rows = [int(file.get_slice(name).get_shape()[0]) for name in file.keys() if name.endswith(tables)]  # noqa: SIM118
+        names = list(file.keys())
+        tables = [name for name in names if name.endswith(tuple(f"{path}.weight" for path in paths))]
+        rows = [int(file.get_slice(name).get_shape()[0]) for name in tables]
     if rows and rows[0] != ends[0].weight.shape[0]:
         model.resize_token_embeddings(rows[0], mean_resizing=False)
+    inner, outer = model.get_input_embeddings(), model.get_output_embeddings()
+    if outer.weight is inner.weight and any(f"{path}.lora_" in name for path in paths for name in names):
+        outer.weight = nn.Parameter(inner.weight.detach().clone())
+        model.config.tie_word_embeddings = False
     return model

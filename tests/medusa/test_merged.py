@@ -13,7 +13,7 @@ from huggingface_hub.errors import EntryNotFoundError
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from medusa import MedusaModel
+from medusa import BaseModel, MedusaModel
 from medusa.base import merged, smollm2
 from medusa.data import load_tokenizer
 from medusa.formats import save_heads
@@ -84,6 +84,24 @@ def test_text_is_that_of_the_tuned_model(config, more_tokens, tune, base, make_h
     assert model.base.vocab_size == base.vocab_size + more_tokens
     assert model.base.name == str(directory)
     assert model.base.source == f"weights of {Path(base.name).name} with the adapter tuned"
+
+
+@pytest.mark.parametrize("ends", [["embed_tokens"], ["lm_head"], ["embed_tokens", "lm_head"]])
+@pytest.mark.filterwarnings("ignore")
+def test_one_end_of_a_model_with_tied_ends_is_changed_alone(ends, base_directory, tmp_path):
+    """As the adapter was trained; merged by peft into the tied weight it would change both."""
+    below = shutil.copytree(base_directory, tmp_path / "below")
+    config = json.loads((below / "config.json").read_text())
+    (below / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    tensors = load_file(below / "model.safetensors")
+    del tensors["lm_head.weight"]
+    save_file(tensors, below / "model.safetensors", metadata={"format": "pt"})
+    model = AutoModelForCausalLM.from_pretrained(below, dtype=torch.float32)
+    tuned = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=ends, init_lora_weights=False)).eval()
+    tuned.save_pretrained(tmp_path / "tuned")
+    base = BaseModel.load(tmp_path / "tuned", torch.float32, "cpu")
+    ids = torch.tensor([PROMPT])
+    torch.testing.assert_close(base.model(ids).logits, tuned(ids).logits, rtol=1e-4, atol=1e-4)
 
 
 def test_heads_draft_for_it_without_changing_its_text(tune, base, model, make_heads, tmp_path):
