@@ -6,7 +6,7 @@ transformers reads, as ``merge_and_unload`` and ``save_pretrained`` do.
 
 import hashlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 FILES = (CONFIG, WEIGHTS, "*.jinja", "token*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json")
 """Files of an adapter on the Hub."""
+BASE_FILES = ("*.json", "*.safetensors", "*.jinja")
 LAYOUT = 1
 """Version of merged directories; directories of other versions are not touched."""
 
@@ -59,6 +60,7 @@ def locate(name: str, find: Callable[[str], str]) -> str:
     if adapter is None or not is_adapter(adapter):
         return name
     base = named_base(adapter)
+    _check_circle(adapter)
     if not (adapter / WEIGHTS).is_file():
         raise ValueError(f"adapter ({name}) has no {WEIGHTS}; save it again with peft, as safetensors")
     try:
@@ -66,8 +68,7 @@ def locate(name: str, find: Callable[[str], str]) -> str:
     except FileNotFoundError as error:
         told = f"correct base_model_name_or_path in its {CONFIG}"
         raise FileNotFoundError(f"adapter ({name}) needs a base that is not there: {error}; or {told}") from error
-    stat = (adapter / WEIGHTS).stat()
-    what = f"{LAYOUT} {adapter.resolve()} {stat.st_size} {stat.st_mtime_ns} {below}"
+    what = f"{LAYOUT} {adapter.resolve()} {below} {_files(adapter, FILES)} {_files(Path(below), BASE_FILES)}"
     same = hashlib.sha256(what.encode()).hexdigest()[:12]
     directory = cache_directory() / "bases" / f"{Path(name).resolve().name}-merged-{same}"
 
@@ -80,6 +81,22 @@ def locate(name: str, find: Callable[[str], str]) -> str:
 
     gguf.keep(directory, make)
     return str(directory)
+
+
+def _check_circle(adapter: Path) -> None:
+    """Check that an adapter does not name itself as its base, directly or through others."""
+    seen, base = [adapter.resolve()], Path(named_base(adapter))
+    while is_adapter(base):
+        if base.resolve() in seen:
+            raise ValueError(f"adapter ({adapter}) needs itself as a base; correct base_model_name_or_path in {CONFIG}")
+        seen.append(base.resolve())
+        base = Path(named_base(base))
+
+
+def _files(directory: Path, patterns: Iterable[str]) -> list[tuple[str, int, int]]:
+    """Names, sizes and times of files, which change with their content."""
+    found = sorted(path for pattern in patterns for path in directory.glob(pattern))
+    return [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in found]
 
 
 def _from_hub(name: str) -> Path | None:
@@ -127,7 +144,13 @@ def _merge(adapter: Path, below: str, directory: Path) -> None:
     directory.mkdir()
     save_expanded(model, directory)
     own = (adapter / "tokenizer_config.json").is_file()
-    AutoTokenizer.from_pretrained(adapter if own else below).save_pretrained(directory)
+    tokenizer, rows = AutoTokenizer.from_pretrained(adapter if own else below), len(model.get_input_embeddings().weight)
+    if own and len(tokenizer) > rows:
+        raise ValueError(
+            f"adapter ({adapter}) has a tokenizer of {len(tokenizer)} tokens and the model {rows}: embeddings of the"
+            " others are missing; save the adapter with save_embedding_layers=True"
+        )
+    tokenizer.save_pretrained(directory)
 
 
 def _fitted(model: "PreTrainedModel", weights: Path) -> "PreTrainedModel":
@@ -143,7 +166,8 @@ def _fitted(model: "PreTrainedModel", weights: Path) -> "PreTrainedModel":
     paths = [path for path, module in model.named_modules() if module in ends]
     with safe_open(weights, "pt") as file:
         names = list(file.keys())
-        tables = [name for name in names if name.endswith(tuple(f"{path}.weight" for path in paths))]
+        whole = tuple(f"{path}.{own}" for path in paths for own in ("weight", "base_layer.weight"))
+        tables = [name for name in names if name.endswith(whole)]
         rows = [int(file.get_slice(name).get_shape()[0]) for name in tables]
     if rows and rows[0] != ends[0].weight.shape[0]:
         model.resize_token_embeddings(rows[0], mean_resizing=False)

@@ -18,6 +18,7 @@ from medusa.base import merged, smollm2
 from medusa.data import load_tokenizer
 from medusa.formats import save_heads
 from medusa.io.hub import is_model
+from medusa.train import check
 
 peft = pytest.importorskip("peft")
 PROMPT = list(range(60, 90))
@@ -70,10 +71,24 @@ ENDS = ["embed_tokens", "lm_head"]
         (lambda: peft.LoraConfig(r=4, modules_to_save=ENDS, **EVERY), 3),
         (lambda: peft.LoraConfig(r=4, target_modules=["q_proj", "embed_tokens"]), 0),
         (lambda: peft.LoraConfig(r=4, target_modules=["q_proj"]), 3),
+        (lambda: peft.LoraConfig(r=4, target_modules=["q_proj", "embed_tokens"]), 3),
         (lambda: peft.LoraConfig(r=4, trainable_token_indices=[60, 61], **EVERY), 0),
         (lambda: peft.LoHaConfig(r=4, target_modules=["q_proj", "v_proj"]), 0),
     ],
-    ids=["rsLoRA", "DoRA", "whole ends", "more tokens", "embeddings", "more tokens alone", "some tokens", "LoHa"],
+    ids=[
+        ,
+        ,
+    ],  # fmt: skip
+        "rsLoRA",
+        "DoRA",
+        "whole ends",
+        "more tokens",
+        "embeddings",
+        "more tokens alone",
+        "more tokens, embeddings",
+        "some tokens",
+        "LoHa",
+    ],
 )
 @pytest.mark.filterwarnings("ignore")
 def test_text_is_that_of_the_tuned_model(config, more_tokens, tune, base, make_heads, tmp_path):
@@ -120,8 +135,36 @@ def test_it_is_merged_once_and_again_when_it_has_changed(tune, caplog):
         places = [smollm2.locate(str(directory)) for _ in range(2)]
         os.utime(directory / merged.WEIGHTS, ns=(1, 1))
         places.append(smollm2.locate(str(directory)))
-    assert places[0] == places[1] != places[2]
-    assert sum("merging this adapter" in line for line in caplog.messages) == 2
+        change(directory, lora_alpha=99)
+        places.append(smollm2.locate(str(directory)))
+    assert places[0] == places[1]
+    assert len(set(places)) == 3
+    assert sum("merging this adapter" in line for line in caplog.messages) == 3
+
+
+def test_adapters_that_name_each_other_are_refused(tune, tmp_path):
+    first, _ = tune()
+    second = shutil.copytree(first, tmp_path / "second")
+    for one, other in ((first, second), (second, first), (first, first)):
+        change(one, base_model_name_or_path=str(other))
+        if one is not first or other is first:
+            with pytest.raises(ValueError, match=r"adapter \(.*\) needs itself as a base"):
+                smollm2.locate(str(first))
+
+
+def test_a_tokenizer_with_more_tokens_than_embeddings_is_refused(tune):
+    directory, _ = tune(own_tokenizer=True)
+    tokenizer = load_tokenizer(str(directory))
+    tokenizer.add_tokens(["<new>"])
+    tokenizer.save_pretrained(directory)
+    with pytest.raises(ValueError, match=r"has a tokenizer of 258 tokens and the model 257"):
+        smollm2.locate(str(directory))
+
+
+def test_a_check_of_a_recipe_merges_nothing(tune, tmp_path):
+    directory, _ = tune()
+    assert json.loads((Path(check._directory(str(directory))) / "config.json").read_text())["model_type"] == "llama"
+    assert not (tmp_path / "cache").exists()
 
 
 def test_an_adapter_of_an_adapter(tune, base, tmp_path):
