@@ -76,9 +76,6 @@ ENDS = ["embed_tokens", "lm_head"]
         (lambda: peft.LoHaConfig(r=4, target_modules=["q_proj", "v_proj"]), 0),
     ],
     ids=[
-        ,
-        ,
-    ],  # fmt: skip
         "rsLoRA",
         "DoRA",
         "whole ends",
