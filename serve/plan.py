@@ -115,12 +115,12 @@ def _config(base: str | None) -> Any:
     """The config of a base by its name, or of a config.json; nothing is downloaded."""
     from transformers import AutoConfig
 
-    from medusa.base.merged import is_adapter, named_base
+    from medusa.base.merged import plain_base
     from medusa.base.names import HUB_ID
 
     if base is None:
         raise ValueError("--dry-run plans for a base; name it with --base: a directory, a config.json or a Hub id")
-    name = full_name(named_base(Path(base)) if is_adapter(base) else base)
+    name = full_name(plain_base(base))
     if name == HUB_ID:
         return AutoConfig.for_model(**SMOLLM2)
     try:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from medusa.base import gguf_names, smollm2
-from medusa.base.merged import is_adapter, named_base
+from medusa.base.merged import plain_base
 from medusa.base.names import HUB_ID, full_name, is_path
 from medusa.base.on_hub import kept_directory
 from medusa.data.files import sample_files
@@ -65,8 +65,7 @@ def _directory(name: str) -> str:
         OSError: There is no such base.
         ValueError: The name fits several bases.
     """
-    if is_adapter(name):  # it is merged when training begins
-        name = named_base(Path(name))
+    name = plain_base(name)  # adapters are merged when training begins
     if full_name(name) == HUB_ID:
         return smollm2.kept()
     is_file = gguf_names.find(name) if Path(name).exists() else "gguf" in name.lower()

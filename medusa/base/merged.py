@@ -21,8 +21,9 @@ logger = logging.getLogger(__name__)
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 FILES = (CONFIG, WEIGHTS, "*.jinja", "token*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json")
-"""Files of an adapter on the Hub."""
+"""Files of an adapter: those that are downloaded, and whose change makes a new merge."""
 BASE_FILES = ("*.json", "*.safetensors", "*.jinja")
+"""Files of a base whose change makes a new merge."""
 LAYOUT = 1
 """Version of merged directories; directories of other versions are not touched."""
 
@@ -45,6 +46,21 @@ def named_base(adapter: Path) -> str:
     return base
 
 
+def plain_base(name: str) -> str:
+    """The base below an adapter, also if that is another adapter; any other name as it is.
+
+    Raises:
+        ValueError: An adapter names no base, or it names itself, directly or through others.
+    """
+    seen, base = list[Path](), name
+    while is_adapter(base):
+        if Path(base).resolve() in seen:
+            raise ValueError(f"adapter ({name}) needs itself as a base; correct base_model_name_or_path in {CONFIG}")
+        seen.append(Path(base).resolve())
+        base = named_base(Path(base))
+    return base
+
+
 def locate(name: str, find: Callable[[str], str]) -> str:
     """Merge an adapter with its base, if that was not done yet; returns the directory, or any other name unchanged.
 
@@ -60,7 +76,7 @@ def locate(name: str, find: Callable[[str], str]) -> str:
     if adapter is None or not is_adapter(adapter):
         return name
     base = named_base(adapter)
-    _check_circle(adapter)
+    plain_base(str(adapter))  # which is not itself
     if not (adapter / WEIGHTS).is_file():
         raise ValueError(f"adapter ({name}) has no {WEIGHTS}; save it again with peft, as safetensors")
     try:
@@ -81,16 +97,6 @@ def locate(name: str, find: Callable[[str], str]) -> str:
 
     gguf.keep(directory, make)
     return str(directory)
-
-
-def _check_circle(adapter: Path) -> None:
-    """Check that an adapter does not name itself as its base, directly or through others."""
-    seen, base = [adapter.resolve()], Path(named_base(adapter))
-    while is_adapter(base):
-        if base.resolve() in seen:
-            raise ValueError(f"adapter ({adapter}) needs itself as a base; correct base_model_name_or_path in {CONFIG}")
-        seen.append(base.resolve())
-        base = Path(named_base(base))
 
 
 def _files(directory: Path, patterns: Iterable[str]) -> list[tuple[str, int, int]]:
@@ -140,9 +146,6 @@ def _merge(adapter: Path, below: str, directory: Path) -> None:
         model = _fitted(model, adapter / WEIGHTS)
     except SafetensorError as error:
         raise ValueError(f"adapter ({adapter}) has a damaged {WEIGHTS}: {error}; copy it again") from error
-    model = apply_adapter(model, adapter)
-    directory.mkdir()
-    save_expanded(model, directory)
     own = (adapter / "tokenizer_config.json").is_file()
     tokenizer, rows = AutoTokenizer.from_pretrained(adapter if own else below), len(model.get_input_embeddings().weight)
     if own and len(tokenizer) > rows:
@@ -150,6 +153,9 @@ def _merge(adapter: Path, below: str, directory: Path) -> None:
             f"adapter ({adapter}) has a tokenizer of {len(tokenizer)} tokens and the model {rows}: embeddings of the"
             " others are missing; save the adapter with save_embedding_layers=True"
         )
+    model = apply_adapter(model, adapter)
+    directory.mkdir()
+    save_expanded(model, directory)
     tokenizer.save_pretrained(directory)
 
 
