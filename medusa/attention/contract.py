@@ -131,6 +131,9 @@ class TreePlan:
         gathered: Layers pass a copy of only these sequences' blocks, in the order of the table.
         skipped: [S] int64 number of positions of each text that the table and L leave out; None = none.
         reach: Larger than all positions of rows.
+        texts: Line of each sequence in the pool's table, and its number of cached positions on the host; for layers
+            that keep states.
+        recurrent: Computes recurrent layers, if the pool keeps states; see ``medusa.recurrence``.
     """
 
     def __init__(
@@ -153,6 +156,8 @@ class TreePlan:
         self.gathered = False
         self.skipped: Tensor | None = None
         self.reach = kv_length
+        self.texts: Sequence[tuple[int, int]] = ()
+        self.recurrent: Any = None
         self.firsts = [0, *accumulate(self.sizes)]
         self.tokens = self._rows([draft.tokens for draft in drafts])
         self._made: dict[Hashable, Any] = {}

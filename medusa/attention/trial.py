@@ -32,6 +32,8 @@ class LayerShape(NamedTuple):
 
 def head_size(layer: nn.Module) -> int | None:
     """Head size D of an attention layer of transformers; None = another kind of module."""
+    if hasattr(layer, "conv_kernel_size"):  # a recurrent layer, whose heads have other names or the same ones
+        return None
     # DeepSeek's latent attention, GPT-NeoX, and all others.
     sizes = (getattr(layer, name, None) for name in ("qk_head_dim", "head_size", "head_dim"))
     dim = next((size for size in sizes if size), None)

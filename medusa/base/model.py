@@ -27,6 +27,7 @@ from medusa.cache import BlockPool, CachedSequence, commit, plan_pass
 from medusa.cpu import native
 from medusa.cpu.fused import FusedPass
 from medusa.cpu.packed import PackedEmbedding, PackedLinear
+from medusa.recurrence import hook
 from medusa.sampling import is_whole
 from medusa.tree import Draft
 
@@ -56,6 +57,7 @@ class BaseModel:
         context_length: Tokens of prompt and completion together, see ``medusa.base.context``.
         decoder: The layers between token ids and the output layer.
         attention: The backend that computes attention over tree rows.
+        recurrent: Whether it has recurrent layers, whose states a pool keeps beside keys and values.
         device: Where tokens, hidden states and logits are; if the model is spread, the device of the output layer.
         traits: Results of the tests at load.
         mtp: Its multi-token-prediction layer, if that was loaded, see ``with_mtp``.
@@ -76,6 +78,7 @@ class BaseModel:
         adapter: str = "",
     ) -> None:
         register()
+        self.recurrent = hook(model)
         model.set_attn_implementation(IMPLEMENTATION)
         self.model = model.eval().requires_grad_(False)
         self.tokenizer, self.name, self.source, self.int8, self.adapter = tokenizer, name, source, int8, adapter
@@ -312,7 +315,7 @@ class BaseModel:
         Args:
             tokens: Most positions of all sequences together; None = no limit.
         """
-        return BlockPool(self.num_layers, self.device, tokens, self.model)
+        return BlockPool(self.num_layers, self.device, tokens, self.model, recurrent=self.recurrent)
 
     def plan(
         self,
@@ -358,6 +361,8 @@ class BaseModel:
             counts_S: int64 number of nodes of each path.
         """
         count = len(path_SA)
+        if self.recurrent:
+            pool.recurrent.accept(plan.texts[:count], path_SA, counts_S)
         with self.others.commit(pool, path_SA, counts_S):
             commit(pool, plan.table.blocks[:count], plan.lengths[:count], path_SA, counts_S)
 

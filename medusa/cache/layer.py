@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from medusa.attention.contract import TreePlan
+from medusa.recurrence import RecurrentStates
 
 
 class Arena:
@@ -95,9 +96,9 @@ class PassCache(Cache):
         blocks: Number of blocks of the arenas.
     """
 
-    def __init__(self, arenas: list[Arena], blocks: int) -> None:
+    def __init__(self, arenas: list[Arena], blocks: int, recurrent: RecurrentStates) -> None:
         super().__init__(layers=[PassLayer(self, arena) for arena in arenas])
-        self.blocks = blocks
+        self.blocks, self._recurrent = blocks, recurrent
         self._explicit = self._gathered = False
         self._plan: TreePlan | None = None
         self._places: dict[torch.device, Tensor] = {}
@@ -113,9 +114,24 @@ class PassCache(Cache):
         """
         self._plan, self._explicit, self._gathered = plan, explicit, gathered
         try:
-            yield self
+            with self._recurrent.running(plan):
+                yield self
         finally:
             self._plan, self._places = None, {}
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
+        """No state, so that recurrent layers compute all rows at once; ``medusa.recurrence`` has their states."""
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> None:
+        """See ``get_conv_state``."""
+
+    def update_conv_state(self, conv_states: Tensor, layer_idx: int, *_: object, **__: object) -> Tensor:
+        """Note which layer computes now; its rows come back as they are."""
+        self.plan.recurrent.layer = layer_idx
+        return conv_states
+
+    def update_recurrent_state(self, recurrent_states: Tensor | None, layer_idx: int, *_: object, **__: object) -> None:
+        """Nothing: states are kept where they are computed."""
 
     @property
     def before(self) -> int:

@@ -12,6 +12,7 @@ from torch import Tensor
 from medusa.cache.index import BlockIndex, Entry
 from medusa.cache.layer import Arena, PassCache
 from medusa.cache.table import BlockTables
+from medusa.recurrence import RecurrentStates
 
 BLOCK = 32
 """Positions of a block. Smaller blocks share more and waste less, but make attention a little slower."""
@@ -47,6 +48,7 @@ class BlockPool:
             never make it grow.
         owner: The model of these keys and values; sequences of another base are refused.
         ahead: Whether the entry at a position also depends on the next token.
+        recurrent: Whether the model has recurrent layers: then a text begins only where their states are kept.
 
     Attributes:
         size: Positions of a block.
@@ -54,6 +56,7 @@ class BlockPool:
         arenas: Keys and values by layer.
         cache: The pool as a transformers cache.
         tables: The blocks of each sequence.
+        recurrent: What recurrent layers keep of each sequence.
     """
 
     size = BLOCK
@@ -65,12 +68,14 @@ class BlockPool:
         tokens: int | None = None,
         owner: object = None,
         ahead: bool = False,
+        recurrent: bool = False,
     ) -> None:
-        self._ahead = ahead
+        self._ahead, self._stateful = ahead, recurrent
         self.limit, self.owner, self.device = None if tokens is None else tokens // BLOCK + 1, owner, device
         self.arenas = [Arena(BLOCK) for _ in range(num_layers)]
         reserved = RESERVED if device.type == "cpu" else RESERVED_ON_DEVICE
-        self.cache = PassCache(self.arenas, -(-reserved // BLOCK) if self.limit is None else self.limit)
+        self.recurrent = RecurrentStates()
+        self.cache = PassCache(self.arenas, -(-reserved // BLOCK) if self.limit is None else self.limit, self.recurrent)
         self.tables = BlockTables(device)
         self._beside: weakref.WeakKeyDictionary[Beside, BlockPool] = weakref.WeakKeyDictionary()
         self._touched = 1  # block 0 belongs to no sequence: writes of inert requests go there
@@ -188,8 +193,11 @@ class BlockPool:
 
     def known(self, tokens: Sequence[int], beside: Iterable[Beside] = ()) -> int:
         """Number of tokens at a text's beginning that can be found, here and in the pools of other models."""
-        known = sum(BLOCK for _ in self._index.chain(self.content(tokens)))
-        return min([known, *(self.beside(model).known(tokens) for model in beside)])
+        most = min([len(tokens), *(self.beside(model).known(tokens) for model in beside)]) // BLOCK
+        chain = list(islice(self._index.chain(self.content(tokens)), most))
+        while self._stateful and chain and chain[-1].number not in self.recurrent.saved:
+            del chain[-1]
+        return len(chain) * BLOCK
 
     def needed(self, tokens: Sequence[int], places: int) -> int:
         """Number of available blocks that a text of ``places`` positions would take if these tokens are known."""

@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Protocol
 
 import torch
@@ -71,6 +71,8 @@ class CachedSequence:
         self._entries += [entry.number for entry in chain]
         self.pool.tables.write(self.line, 0, self._blocks)
         self.length = len(self._blocks) * self.pool.size
+        if self._entries:
+            self.pool.recurrent.begin(self.line, self._entries[-1])
         for observer in self.observers:
             self.follower(observer).recall(tokens[: self.length + 1])
         return self.length
@@ -101,6 +103,8 @@ class CachedSequence:
             if entry.block != self._blocks[index]:
                 self._blocks[index] = entry.block
                 self.pool.tables.write(self.line, index, [entry.block])
+        if self._entries:
+            self.pool.recurrent.save(self.line, len(self._entries) * size, self._entries[-1])
         for follower in self.followers.values():
             follower.remember(tokens)
 
@@ -121,6 +125,7 @@ class CachedSequence:
 def _release(pool: BlockPool, blocks: list[int], line: int) -> None:
     pool.release(blocks)
     blocks.clear()
+    pool.recurrent.drop(line)
     pool.tables.close(line)
 
 
@@ -128,11 +133,14 @@ def _release(pool: BlockPool, blocks: list[int], line: int) -> None:
 def provisional(sequences: Sequence[CachedSequence]) -> Iterator[None]:
     """A context after which positions committed within it are forgotten."""
     lengths = [one.length for one in sequences]
-    try:
-        yield
-    finally:
-        for one, length in zip(sequences, lengths, strict=True):
-            one.length = length
+    with ExitStack() as stack:
+        for one in sequences:
+            stack.enter_context(one.pool.recurrent.provisional(one.line))
+        try:
+            yield
+        finally:
+            for one, length in zip(sequences, lengths, strict=True):
+                one.length = length
 
 
 def plan_pass(
@@ -170,7 +178,9 @@ def plan_pass(
         behind = torch.tensor(lengths[known:], device=pool.device)
         lengths_B = behind if lengths_B is None else torch.cat([lengths_B, behind])
     assert lengths_B is not None, "there are sequences"
-    return TreePlan([draft for draft, _ in parts], lengths_B, kv_length or max(ends), table, attention, spans, computed)
+    plan = TreePlan([draft for draft, _ in parts], lengths_B, kv_length or max(ends), table, attention, spans, computed)
+    plan.texts = [(one.line, length) for one, length in zip(sequences, lengths, strict=True)]
+    return plan
 
 
 def commit(pool: BlockPool, table_SW: Tensor, lengths_S: Tensor, path_SA: Tensor, counts_S: Tensor) -> None:

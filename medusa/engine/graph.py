@@ -150,6 +150,8 @@ class StepGraphs:
         if base.decoding != "tree" or base.explicit_mask:
             how = "gets its masks with each call" if base.explicit_mask else "does not verify trees"
             return f"base ({base.name}) {how}"
+        if base.recurrent:
+            return f"base ({base.name}) has recurrent layers, whose states the host keeps"
         if not all(isinstance(observer, Follower) for one in sequences for observer in one.observers):
             return "a layer that drafts needs the host in each step to read hidden states"
         if not base.attention.recordable:

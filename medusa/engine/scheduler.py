@@ -27,6 +27,7 @@ class Scheduler:
     def __init__(self, pool: BlockPool, config: EngineConfig, base: BaseModel) -> None:
         self.pool, self._config = pool, config
         self._chunk = 1 if base.decoding == "plain" else min(config.chunk, config.pass_tokens)
+        self._recurrent = base.recurrent
         self._waiting: list[Request] = []
         self._prompts: deque[Request] = deque()
         self._full = False  # the pool ran out of blocks, and no request has ended since
@@ -65,13 +66,22 @@ class Scheduler:
         self._admit(decoding)
         chunks, budget = list[Chunk](), self._config.pass_tokens
         for request in list(self._prompts):
-            size = min(request.missing, self._chunk)
+            size = self._size(request)
             if size > budget:
                 break
             chunks.append(Chunk(request, size))
             budget -= size
             self._prompts.rotate(-1)
         return chunks
+
+    def _size(self, request: Request) -> int:
+        """Tokens of a text's next chunk."""
+        size, length = min(request.missing, self._chunk), request.cached.length
+        if self._recurrent and size == request.missing:
+            # States are saved at the end of a chunk, and found where a block ends, see ``RecurrentStates.save``.
+            last = (length + size - 1) // self.pool.size * self.pool.size
+            return last - length if last > length else size
+        return size
 
     def finish(self, request: Request) -> None:
         """Remove a request whose whole text is computed; it decodes from now on."""

@@ -16,7 +16,6 @@ from medusa import BaseModel, Tree
 from medusa.attention import BACKENDS
 from medusa.attention.backends import build
 from medusa.budget.shape import read_shape
-from medusa.cache import commit
 from medusa.loading.self_test import choose_decoding, fuse
 from medusa.serve.engine import position_bytes
 from medusa.tree import Draft, ancestor_mask
@@ -43,6 +42,16 @@ LATENT = {
     "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
     "num_key_value_heads": 4, "n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1,
     "first_k_dense_replace": 1,
+}  # fmt: skip
+
+DELTA = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 6,
+    "linear_conv_kernel_dim": 4,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}  # fmt: skip
+MAMBA = {
+    "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 2, "mamba_expand": 2,
+    "mamba_chunk_size": 16,
 }  # fmt: skip
 
 FAMILIES = {
@@ -92,12 +101,47 @@ FAMILIES = {
     | {"use_sliding_window": True, "max_window_layers": 3, "shared_expert_intermediate_size": 24},
     "qwen3": {},
     "qwen3_moe": EXPERTS,
+    "qwen3_5_text": DELTA,
+    "qwen3_5_moe_text": DELTA | EXPERTS | {"shared_expert_intermediate_size": 24},
+    "qwen3_next": DELTA | EXPERTS | {"shared_expert_intermediate_size": 24},
+    "lfm2": {"layer_types": ["conv", "full_attention", "conv"]},
+    "lfm2_moe": EXPERTS | {"layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1},
+    "olmo_hybrid": DELTA,
+    "bamba": MAMBA | {"attn_layer_indices": [1]},
+    "granitemoehybrid": MAMBA
+    | EXPERTS
+    | {"layer_types": ["mamba", "attention", "mamba"], "shared_intermediate_size": 24},
+    "falcon_h1": MAMBA | {"mamba_d_ssm": 64},
+    "nemotron_h": {
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 16,
+        "ssm_state_size": 8,
+        "n_groups": 2,
+        "chunk_size": 16,
+        "hybrid_override_pattern": "M*-M",
+        "num_hidden_layers": 4,
+    },
+    "zamba2": MAMBA | {"layers_block_type": ["mamba", "hybrid", "mamba"], "mamba_ngroups": 2},
     "seed_oss": {},
     "smollm3": {"no_rope_layers": [1, 0, 1]},
     "stablelm": {},
     "starcoder2": WINDOW,
 }
-SINGLE = ("afmoe", "deepseek_v3", "gpt_oss", "mixtral", "phimoe", "qwen2_moe", "qwen3_moe")
+SINGLE = (
+    "afmoe",
+    "deepseek_v3",
+    "gpt_oss",
+    "mixtral",
+    "phimoe",
+    "qwen2_moe",
+    "qwen3_moe",
+    "olmo_hybrid",
+    "qwen3_next",
+    "qwen3_5_moe_text",
+    "lfm2_moe",
+    "granitemoehybrid",
+    "nemotron_h",
+)
 """Grouped products of experts know no float64."""
 EXPLICIT_MASK = ("falcon", "gptj", "mpt", "nemotron", "stablelm")
 GATHERED = ("deepseek_v3",)
@@ -210,7 +254,7 @@ def test_tree_logits_are_those_of_the_path_as_text(family, backend, handed_over)
             torch.testing.assert_close(logits[row, paths], expected, **close)
         path = paths[-1].tolist()
         kept_path = torch.tensor([[path[i] if i < k else i for i in range(4)] for k in keep.tolist()])
-        commit(sequences[0].pool, plan.table.blocks, plan.lengths, kept_path, keep)
+        base.commit(sequences[0].pool, plan, kept_path, keep)
         for one, kept in zip(sequences, keep.tolist(), strict=True):
             one.length += kept
         for row, kept in enumerate(keep.tolist()):

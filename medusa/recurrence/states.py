@@ -1,0 +1,250 @@
+"""What recurrent layers keep of each text between two passes.
+
+A state cannot be cut back to a shorter text. So a layer keeps, for each text, its state *before* the rows of the last
+pass, and the inputs of these rows. At the next pass it is known how many of the rows were accepted, and which; only
+these are applied to the state. A rejected draft never reaches it, and a pass that fails changes nothing: the text is
+the length that its sequence has. If the rows were a chain and all are accepted (a prompt's, or a plain step's), the
+state after them is there already.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from medusa.attention.contract import TreePlan
+from medusa.recurrence.rules import convolve, recur, recur_chain
+
+MOST_SAVED = 16
+"""Places at which states are saved for other texts. A place costs as much memory as one more running text."""
+MOST_ROWS = 1024
+"""Rows of a chain whose inputs are kept; longer ones are prompts, which are accepted as a whole."""
+
+Advance = Callable[[Tensor, Sequence[Tensor]], Tensor]
+"""State and the inputs [R, ...] of rows that follow each other -> the state after them."""
+
+
+class StatesLostError(RuntimeError):
+    """The state of a text is needed at a length at which no state is kept."""
+
+
+class Kept(NamedTuple):
+    """What one part of a layer keeps of a text.
+
+    Attributes:
+        length: Number of positions that the state has seen.
+        state: The state after them.
+        rows: The inputs [R, ...] of the next pass's rows; empty if they are a long chain.
+        size: R.
+        end: The state after all of these rows, if they are a chain.
+    """
+
+    length: int
+    state: Tensor
+    rows: tuple[Tensor, ...] = ()
+    size: int = 0
+    end: Tensor | None = None
+
+
+class RecurrentStates:
+    """The states of all recurrent layers, for the texts of a pool. A text is the line of its sequence in the table.
+
+    Attributes:
+        saved: States after the last position of blocks, by their numbers in the index; the last used come last.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[int, dict[object, Kept]] = {}  # by text, then by layer and part
+        self._paths: dict[int, list[int]] = {}  # the accepted rows of a text's last pass, if they are not its first
+        self.saved: OrderedDict[int, dict[object, Kept]] = OrderedDict()
+
+    @contextmanager
+    def running(self, plan: TreePlan) -> Iterator[None]:
+        """Lets the recurrent layers of this pass read and keep states."""
+        plan.recurrent = RecurrentPass(self, plan)
+        yield
+        for text, _ in plan.texts:
+            self._paths.pop(text, None)
+
+    def accept(self, texts: Sequence[tuple[int, int]], path_SA: Tensor, counts_S: Tensor) -> None:
+        """Note which rows of the last pass each of these texts has accepted; see ``medusa.cache.commit``."""
+        for (text, _), path, count in zip(texts, path_SA.tolist(), counts_S.tolist(), strict=False):
+            self._paths[text] = path[:count]
+
+    def before(self, text: int, part: object, length: int, advance: Advance) -> Tensor | None:
+        """The state of a part of a layer after the first ``length`` positions of a text; None = there are none yet.
+
+        Raises:
+            StatesLostError: There is no such state.
+        """
+        kept = self._kept.get(text, {}).get(part)
+        if kept is None and length == 0:
+            return None
+        accepted = -1 if kept is None else length - kept.length
+        if kept is None or not 0 <= accepted <= kept.size:
+            raise StatesLostError(
+                f"recurrent layers have no state of this text after {length} tokens; compute it from its beginning"
+            )
+        if accepted == 0:
+            return kept.state
+        path = self._paths.get(text, list(range(accepted)))[:accepted]
+        if kept.end is not None and accepted == kept.size:
+            return kept.end
+        return advance(kept.state, [rows[torch.tensor(path, device=rows.device)] for rows in kept.rows])
+
+    def keep(self, text: int, part: object, kept: Kept) -> None:
+        """Keep this of a text."""
+        self._kept.setdefault(text, {})[part] = kept
+
+    def save(self, text: int, length: int, entry: int) -> None:
+        """Save the states after exactly ``length`` positions, if they are there, for texts that begin in the same way.
+
+        Args:
+            text: The text.
+            length: Positions up to the end of a block.
+            entry: Number of that block in the index.
+        """
+        found: dict[object, Kept] = {}
+        for part, kept in self._kept.get(text, {}).items():
+            if kept.length == length:
+                found[part] = Kept(length, kept.state)
+            elif kept.end is not None and kept.length + kept.size == length:
+                found[part] = Kept(length, kept.end)
+            else:
+                return
+        if found:
+            self.saved[entry] = found
+            self.saved.move_to_end(entry)
+            if len(self.saved) > MOST_SAVED:
+                self.saved.popitem(last=False)
+
+    def begin(self, text: int, entry: int) -> None:
+        """Begin a text with the states that are saved for this block, if the model keeps any."""
+        if entry in self.saved:
+            self._kept[text] = dict(self.saved[entry])
+            self.saved.move_to_end(entry)
+
+    def drop(self, text: int) -> None:
+        """Forget a text that has ended."""
+        self._kept.pop(text, None)
+        self._paths.pop(text, None)
+
+    @contextmanager
+    def provisional(self, text: int) -> Iterator[None]:
+        """A context after which this text is as before; nothing is copied, since states are never changed."""
+        kept, path = dict(self._kept.get(text, {})), self._paths.get(text)
+        try:
+            yield
+        finally:
+            self.drop(text)
+            self._kept[text] = kept
+            if path is not None:
+                self._paths[text] = path
+
+
+class RecurrentPass:
+    """What recurrent layers do in one pass, for all of its trees.
+
+    Attributes:
+        layer: Index of the layer that computes now.
+    """
+
+    def __init__(self, states: RecurrentStates, plan: TreePlan) -> None:
+        self._states, self._plan = states, plan
+        self.layer = 0
+        chains = [draft.straight for draft in plan.drafts for _ in draft.row_sizes]
+        self._chains = [chain or size == 1 for chain, size in zip(chains, plan.sizes, strict=True)]
+        # Trees of one shape are computed together; a chain may have any length, so chains are a group of their own.
+        alike = plan.uniform is not None and len(set(self._chains)) == 1
+        every = list(range(len(plan.sizes)))
+        self._groups = [every] if alike else [[index] for index in every]
+
+    def convolve(self, rows_RC: Tensor, weight_CW: Tensor, bias_C: Tensor | None) -> Tensor:
+        """The causal convolution [R, C] of the rows, each behind its ancestors and the text before them."""
+        plan, part, width = self._plan, (self.layer, "convolution"), weight_CW.shape[1] - 1
+        nothing = rows_RC.new_zeros(width, rows_RC.shape[1])
+
+        def advance(window: Tensor, rows: Sequence[Tensor]) -> Tensor:
+            return torch.cat([window, rows[0]])[-width:].clone()
+
+        windows = []
+        for text, length in plan.texts:
+            window = self._states.before(text, part, length, advance)
+            windows.append(nothing if window is None else window)
+        inputs_MC = torch.cat([*windows, rows_RC])
+        taken_RW = plan.once(("convolution", width), lambda: self._taken(width))
+        for index, (window, own) in enumerate(zip(windows, rows_RC.split(plan.sizes), strict=True)):
+            end = advance(window, [own]) if self._chains[index] else None
+            self._keep(index, part, window, (own,), end)
+        return convolve(inputs_MC, taken_RW.to(rows_RC.device), weight_CW, bias_C)
+
+    def recur(self, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, rate: Tensor | None) -> Tensor:
+        """Outputs [R, H, V] of the rows, see ``rules.recur``.
+
+        Args:
+            query: [R, H, K].
+            key: [R, H, K].
+            value: [R, H, V].
+            decay: [R, H].
+            rate: [R, H], or None.
+        """
+        plan, part, given = self._plan, (self.layer, "state"), [key, value, decay]
+        given = [x.float() for x in (given if rate is None else [*given, rate])]
+        sizes, firsts, outs = plan.sizes, plan.firsts, []
+        shape = key.shape[1], key.shape[2], value.shape[2]
+
+        def advance(state: Tensor, rows: Sequence[Tensor]) -> Tensor:
+            key, value, decay, *rate = (x.transpose(0, 1)[None] for x in rows)
+            return recur_chain(None, key, value, decay, rate[0] if rate else None, state[None])[1][0]
+
+        for group in self._groups:
+            size, rows = sizes[group[0]], slice(firsts[group[0]], firsts[group[-1] + 1])
+            states = [self._states.before(*self._at(index, part), advance) for index in group]
+            state_B = torch.stack([key.new_zeros(shape).float() if state is None else state for state in states])
+            split = [x[rows].unflatten(0, (-1, size)).transpose(1, 2) for x in (query.float(), *given)]
+            query_B, key_B, value_B, decay_B = split[:4]
+            rate_B = None if rate is None else split[4]
+            if chain := self._chains[group[0]]:
+                out, end_B = recur_chain(query_B, key_B, value_B, decay_B, rate_B, state_B)
+            else:
+                seen = plan.ancestors[rows, :size].unflatten(0, (-1, size)).to(key.device)
+                out, end_B = recur(query_B, key_B, value_B, decay_B, rate_B, state_B, seen)
+            assert out is not None, "there are queries"
+            outs.append(out.transpose(1, 2).flatten(0, 1))
+            for place, index in enumerate(group):
+                own = slice(firsts[index], firsts[index + 1])
+                # Clones: views would keep what the whole pass computed.
+                end = end_B[place].clone() if chain else None
+                self._keep(index, part, state_B[place].clone(), tuple(x[own] for x in given), end)
+        return torch.cat(outs)
+
+    def _at(self, index: int, part: object) -> tuple[int, object, int]:
+        text, length = self._plan.texts[index]
+        return text, part, length
+
+    def _keep(self, index: int, part: object, state: Tensor, rows: tuple[Tensor, ...], end: Tensor | None) -> None:
+        text, length = self._plan.texts[index]
+        size = self._plan.sizes[index]
+        rows = () if end is not None and size > MOST_ROWS else tuple(x.clone() for x in rows)
+        self._states.keep(text, part, Kept(length, state, rows, size, end))
+
+    def _taken(self, width: int) -> Tensor:
+        """[R, width + 1] int64 indices of each row's inputs: windows of all texts come first, then all rows."""
+        plan = self._plan
+        parents_R = plan.parents
+        device, texts = parents_R.device, len(plan.sizes)
+        first_R = torch.tensor(plan.firsts[:-1], device=device).repeat_interleave(
+            torch.tensor(plan.sizes, device=device), output_size=plan.rows
+        )
+        index_R, base = torch.arange(plan.rows, device=device), texts * width
+        ends_R = plan.sequences * width + width - 1  # the last input before each text's rows
+        above_R = torch.where(index_R == first_R, ends_R, base + first_R + parents_R)
+        before = torch.arange(base, device=device)
+        above = torch.cat([(before - 1).clamp(min=0), above_R])
+        taken = [base + index_R]
+        for _ in range(width):
+            taken.append(above[taken[-1]])
+        return torch.stack(taken[::-1], dim=1)

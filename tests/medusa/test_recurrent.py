@@ -1,0 +1,201 @@
+"""Bases with recurrent layers: states of trees, of texts that come and go, and of texts that begin like others.
+
+test_conformance.py compares every family with transformers over each path.
+"""
+
+import copy
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from medusa import BaseModel, EngineConfig, MedusaModel, Prefix
+from medusa.cache import BLOCK, CachedSequence, provisional
+from medusa.loading.self_test import choose_decoding
+from medusa.recurrence import StatesLostError
+from medusa.recurrence.rules import CHUNK, recur, recur_chain
+from medusa.tree import Draft
+from tests.medusa.test_batch import check
+from tests.medusa.test_conformance import DELTA, MAMBA
+
+SHAPE = {
+    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256, "eos_token_id": 0, "pad_token_id": 0,
+    "bos_token_id": None, "initializer_range": 0.3,
+}  # fmt: skip
+KINDS = {
+    "qwen3_5_text": DELTA | {"layer_types": ["linear_attention", "full_attention"] * 2},
+    "lfm2": {"layer_types": ["conv", "conv", "full_attention", "conv"]},
+    "bamba": MAMBA | {"attn_layer_indices": [1]},
+}
+PROMPT = [5, 6, 7, 5, 6, 8, 5, 6]
+
+
+def build(kind, tokenizer, seed=0, **changes):
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(kind, vocab_size=len(tokenizer), **SHAPE | KINDS[kind] | changes)
+    return AutoModelForCausalLM.from_config(config).to(torch.float32).eval()
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def loaded(request, tokenizer):
+    """transformers' own model, and the same one prepared for decoding."""
+    theirs = build(request.param, tokenizer)
+    return theirs, choose_decoding(BaseModel(copy.deepcopy(theirs), tokenizer, request.param))
+
+
+@pytest.fixture
+def speaker(loaded, make_heads):
+    base = loaded[1]
+    return MedusaModel(base, make_heads(base="").float())
+
+
+def written(theirs, prompt, count):
+    """Greedy decoding with the whole text in each pass."""
+    text = list(prompt)
+    with torch.inference_mode():
+        for _ in range(count):
+            text.append(int(theirs(torch.tensor([text]), use_cache=False).logits[0, -1].argmax()))
+    return text[len(prompt) :]
+
+
+def test_text_is_that_of_transformers(loaded, speaker):
+    expected = written(loaded[0], PROMPT, 40)
+    assert speaker.base.recurrent and speaker.base.decoding == "tree"
+    for nodes in (1, 6):
+        for drafter in ("heads", "prompt-lookup", "hybrid", "early-exit"):
+            output = speaker.generate(PROMPT, max_new_tokens=40, ignore_eos=True, drafter=drafter, nodes=nodes)
+            assert output.tokens == expected, (drafter, nodes)
+
+
+def test_a_draft_model_may_have_states_too(loaded, speaker, tokenizer):
+    """It drafts in passes whose tokens are taken back."""
+    theirs, base = loaded
+    draft = choose_decoding(BaseModel(build(base.name, tokenizer, seed=1), tokenizer, "draft"))
+    same = choose_decoding(BaseModel(copy.deepcopy(theirs), tokenizer, "same"))
+    steps = []
+    for small in (draft, same):
+        output = MedusaModel(base, draft_model=small).generate(
+            PROMPT, max_new_tokens=40, ignore_eos=True, drafter="draft-model", nodes=6
+        )
+        assert output.tokens == written(theirs, PROMPT, 40)
+        steps.append(output.steps)
+    assert steps[1] < 0.7 * steps[0], "its own drafts are right"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_requests_write_what_they_write_alone(speaker, seed):
+    """Also where requests lose their room, and are computed again."""
+    pool = speaker.base.new_pool(7 * BLOCK) if seed % 2 else None
+    batch = speaker.batch(pool, EngineConfig(chunk=4, max_requests=4, tree_reserve=2 * BLOCK))
+    check(speaker, batch, seed)
+    batch.pool.check_integrity()
+    assert not batch.pool.recurrent._kept, "nothing is kept of texts that have ended"
+
+
+def test_a_text_begins_where_states_are_saved(speaker):
+    prefix, first = Prefix(), [3 + n % 50 for n in range(3 * BLOCK + 5)]
+    params = {"max_new_tokens": 8, "ignore_eos": True, "drafter": "heads", "nodes": 4}
+    answer = speaker.generate(first, prefix=prefix, **params)
+    assert answer.cached_tokens == 0
+    second = [*first, *answer.tokens, 9, 9, 9]
+    again = speaker.generate(second, prefix=prefix, **params)
+    assert again.cached_tokens == 3 * BLOCK, "the last end of a block before the end of the first prompt"
+    assert again.tokens == speaker.generate(second, **params).tokens
+    edited = [*first[:BLOCK], 99, *first[BLOCK + 1 :]]
+    other = speaker.generate(edited, prefix=prefix, **params)
+    assert other.cached_tokens == 0, "keys of its first block are known, and no states after it"
+    assert other.tokens == speaker.generate(edited, **params).tokens
+
+
+def test_equal_prompts_are_computed_once(speaker):
+    prompt = [3 + n % 50 for n in range(2 * BLOCK + 5)]
+    outputs = speaker.generate([prompt] * 3, max_new_tokens=6, ignore_eos=True, nodes=4, drafter="heads")
+    assert [output.cached_tokens for output in outputs] == [0, 2 * BLOCK, 2 * BLOCK]
+    assert len({tuple(output.tokens) for output in outputs}) == 1
+
+
+def test_a_pass_that_fails_changes_no_state(speaker, monkeypatch):
+    """The interrupted step is made again."""
+    base, pool = speaker.base, speaker.base.new_pool()
+    with torch.inference_mode():
+        expected = base.hidden_states(torch.tensor([PROMPT]))[0]
+    one, last = CachedSequence(pool), base.decoder.layers[-1]
+    tree = Draft.of(torch.tensor([[5, 9, 6, 6]]), torch.tensor([[0, 0, 0, 2]]), 3)
+
+    def run(draft):
+        with torch.inference_mode():
+            return base.run(pool, plan := base.plan([(draft, [one])])), plan
+
+    run(Draft.chain(torch.tensor([PROMPT[:-3]])))
+    one.length += len(PROMPT) - 3
+    for _ in range(2):  # an abandoned tree, and a pass that ends between two layers
+        run(tree)
+        handle = last.register_forward_pre_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            run(tree)
+        handle.remove()
+    hidden, _ = run(Draft.of(torch.tensor([[8, 9, 5, 6]]), torch.tensor([[0, 0, 0, 2]]), 3))
+    torch.testing.assert_close(hidden[[0, 2, 3]], expected[-3:], atol=2e-4, rtol=1e-3)
+
+
+def test_states_of_provisional_tokens_are_taken_back(speaker):
+    base, pool = speaker.base, speaker.base.new_pool()
+    one = CachedSequence(pool)
+
+    def run(*tokens):
+        with torch.inference_mode():
+            hidden = base.run(pool, base.plan([(Draft.chain(torch.tensor([tokens])), [one])]))
+        one.length += len(tokens)
+        return hidden
+
+    run(*PROMPT)
+    with provisional([one]):
+        run(9)
+        run(9)
+    with torch.inference_mode():
+        expected = base.hidden_states(torch.tensor([[*PROMPT, 11]]))[0, -1]
+    torch.testing.assert_close(run(11)[0], expected, atol=2e-4, rtol=1e-3)
+
+
+def test_a_state_that_is_gone_is_named(speaker):
+    one = CachedSequence(speaker.base.new_pool())
+    one.length = 5
+    with pytest.raises(StatesLostError, match="no state of this text after 5 tokens; compute it from its beginning"):
+        speaker.base.run(one.pool, speaker.base.plan([(Draft.chain(torch.tensor([[5]])), [one])]))
+
+
+@pytest.mark.parametrize("delta", [False, True])
+def test_rows_of_trees_and_long_chains_are_those_of_single_steps(delta):
+    """Against the recurrence itself, token by token, in float64."""
+    torch.manual_seed(0)
+    rows, heads, keys, values = 2 * CHUNK + 9, 3, 5, 4
+    query, key = torch.randn(2, 1, heads, rows, keys, dtype=torch.float64) * 0.5
+    value = torch.randn(1, heads, rows, values, dtype=torch.float64)
+    decay, rate = -torch.rand(1, heads, rows, dtype=torch.float64), torch.rand(1, heads, rows, dtype=torch.float64)
+    state = torch.randn(1, heads, keys, values, dtype=torch.float64)
+    rates = rate if delta else None
+
+    def step(before, row):
+        before = decay[..., row].exp()[..., None, None] * before
+        new = value[:, :, row]
+        if delta:
+            new = rate[..., row, None] * (new - (before.mT @ key[:, :, row, :, None])[..., 0])
+        after = before + key[:, :, row, :, None] * new[:, :, None]
+        return after, (after.mT @ query[:, :, row, :, None])[..., 0]
+
+    def by_hand(parents):
+        states, outs = [], []
+        for row, parent in enumerate(parents):
+            after, out = step(state if row == 0 else states[parent], row)
+            states.append(after)
+            outs.append(out)
+        return torch.stack(outs, dim=2), states[-1]
+
+    out, end = recur_chain(query, key, value, decay, rates, state)
+    torch.testing.assert_close((out, end), by_hand([0, *range(rows - 1)]))
+    parents = [0, 0, 0, 1, 1, 2, 4, 6, 5]
+    own = Draft.of(torch.zeros(1, 9, dtype=torch.int64), torch.tensor([parents]), 8).ancestors
+    tree = [None if x is None else x[:, :, :9] for x in (query, key, value, decay, rates)]
+    out, _ = recur(*tree, state, own)
+    torch.testing.assert_close(out, by_hand(parents)[0])
