@@ -1,4 +1,4 @@
-"""The multi-token-prediction layer of some bases (DeepSeek-V3, GLM-4.5): a drafter that was trained with the base.
+"""The multi-token-prediction layer of some bases (DeepSeek-V3, GLM-4.5, Qwen 3.5): a drafter trained with the base.
 
 The base's output layer drafts tokens from this layer's outputs. The layer reads its own output to draft further tokens.
 
@@ -7,13 +7,36 @@ Source: DeepSeek-V3 (2024), section 2.2.
 Legend: R rows of a pass, D hidden size.
 """
 
+import re
+from typing import Any, ClassVar
+
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.core_model_loading import WeightRenaming
 from transformers.modeling_layers import MtpModel
 
 from medusa.attention import IMPLEMENTATION, TreeAttention, TreePlan
 from medusa.cache import BlockPool, Follower
+
+
+class _QwenMtp(MtpModel):
+    """The layer under the names of Qwen's checkpoints. It reads states after the base's last norm, as all here do."""
+
+    _NAMES: ClassVar = {
+        "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "fc": "eh_proj", "norm": "post_norm",
+        r"layers\.0": "mtp_block",
+    }  # fmt: skip
+
+    @staticmethod
+    def get_mtp_weights_regex(main_model: PreTrainedModel) -> re.Pattern[str]:
+        """See ``MtpModel``."""
+        return re.compile(r"^mtp\.")
+
+    def get_weight_conversions(self, main_model: PreTrainedModel) -> list[Any]:
+        """See ``MtpModel``."""
+        ours = [WeightRenaming(rf"^mtp\.{theirs}\.", f"layers.0.{name}.") for theirs, name in self._NAMES.items()]
+        return [*ours, *super().get_weight_conversions(main_model)]
 
 
 class MtpLayer(Follower):
@@ -38,14 +61,19 @@ class MtpLayer(Follower):
         Raises:
             ValueError: The base has none, or more than one, or its checkpoint lacks the weights.
         """
-        count = getattr(model.config.get_text_config(), "num_mtp_layers", None) or 0
+        config, loader = model.config.get_text_config(), MtpModel
+        if config.model_type.startswith(("qwen3_5", "qwen3_next")):
+            # transformers knows neither the number of these layers nor what they are.
+            config.num_mtp_layers, config.mtp_layer_types = getattr(config, "mtp_num_hidden_layers", 1), ["full_attention"]
+            loader = _QwenMtp
+        count = getattr(config, "num_mtp_layers", None) or 0
         if count != 1:
             raise ValueError(
                 f"base ({model.config.name_or_path}, {model.config.model_type}) has {count} multi-token-prediction"
                 " layers and one can be used; leave mtp out"
             )
         try:
-            layers = MtpModel.from_pretrained(model, device_map={"": device})
+            layers = loader.from_pretrained(model, device_map={"": device})
         except (OSError, RuntimeError, ValueError, AttributeError) as error:
             raise ValueError(
                 f"multi-token-prediction layer of the base ({model.config.name_or_path}) cannot be loaded: {error};"

@@ -10,6 +10,7 @@ state after them is there already.
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -155,12 +156,19 @@ class RecurrentPass:
     def __init__(self, states: RecurrentStates, plan: TreePlan) -> None:
         self._states, self._plan = states, plan
         self.layer = 0
+
+    @cached_property
+    def _chains(self) -> list[bool]:
+        """Whether the rows of each text follow each other."""
+        plan = self._plan
         chains = [draft.straight for draft in plan.drafts for _ in draft.row_sizes]
-        self._chains = [chain or size == 1 for chain, size in zip(chains, plan.sizes, strict=True)]
-        # Trees of one shape are computed together; a chain may have any length, so chains are a group of their own.
-        alike = plan.uniform is not None and len(set(self._chains)) == 1
-        every = list(range(len(plan.sizes)))
-        self._groups = [every] if alike else [[index] for index in every]
+        return [chain or size == 1 for chain, size in zip(chains, plan.sizes, strict=True)]
+
+    @cached_property
+    def _groups(self) -> list[list[int]]:
+        """The texts that are computed together: all, if their trees have one size and are or are not chains."""
+        every, alike = list(range(len(self._plan.sizes))), self._plan.uniform is not None
+        return [every] if alike and len(set(self._chains)) == 1 else [[index] for index in every]
 
     def convolve(self, rows_RC: Tensor, weight_CW: Tensor, bias_C: Tensor | None) -> Tensor:
         """The causal convolution [R, C] of the rows, each behind its ancestors and the text before them."""

@@ -27,7 +27,13 @@ GLM = {
     "first_k_dense_replace": 1, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
     "n_shared_experts": 1, "n_group": 1, "topk_group": 1,
 }  # fmt: skip
-KINDS = {"deepseek_v3": FAMILIES["deepseek_v3"], "glm4_moe": GLM}
+QWEN = {
+    "mtp_layer_types": ["full_attention"], "mtp_num_hidden_layers": 1,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+}  # fmt: skip
+KINDS = {"deepseek_v3": FAMILIES["deepseek_v3"], "glm4_moe": GLM} | {
+    name: FAMILIES[name] | QWEN for name in ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
+}
 PROMPTS = [[5, 6, 7, 9, 4, 4, 8], [9, 8], [11] * 20, [4]]
 ANSWER = {"max_new_tokens": 16, "ignore_eos": True}
 
@@ -77,6 +83,7 @@ def drafted(base, layers, text, count):
     ("family", "name", "sampling"),
     [
         ("deepseek_v3", "mtp", {"temperature": 0.8, "top_p": 0.9}), ("glm4_moe", "mtp+prompt-lookup", {}),
+        ("qwen3_5_text", "mtp", {}),
     ],
     ids=lambda value: value if isinstance(value, str) else "sampled" if value else "greedy",
 )  # fmt: skip
@@ -142,9 +149,32 @@ def test_the_layer_is_read_from_the_bases_checkpoint(tmp_path, monkeypatch):
     assert (loaded.tokens, loaded.steps) == (ours.tokens, ours.steps)
 
 
-def experts(weights, layer):
+@pytest.mark.parametrize("family", ["qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"])
+def test_the_layer_is_read_as_qwen_stores_it(tmp_path, family):
+    base, layers = tiny(family)
+    del base.model.config.num_mtp_layers, base.model.config.mtp_layer_types
+    base.model.save_pretrained(tmp_path)
+    words().save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    stored = {"enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "eh_proj": "fc", "post_norm": "norm"}
+    for name, tensor in layers.layers[0].state_dict().items():
+        first, _, rest = name.partition(".")
+        weights[f"mtp.{stored.get(first, 'layers.0')}.{rest}"] = tensor.contiguous()
+    experts(weights, "0", "mtp.layers")
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    model = MedusaModel.from_pretrained(None, tmp_path, dtype=torch.float32, mtp=True)
+    prompt = [5, 6, 7, 9, 4, 4, 8]
+    ours = MedusaModel(base).generate(prompt, drafter="mtp", nodes=4, **ANSWER)
+    loaded = model.generate(prompt, drafter="mtp", nodes=4, **ANSWER)
+    assert (loaded.tokens, loaded.steps) == (ours.tokens, ours.steps)
+    with torch.inference_mode():
+        for mine, theirs in zip(model.base.mtp._model.layers.parameters(), layers.layers.parameters(), strict=True):
+            torch.testing.assert_close(mine, theirs)
+
+
+def experts(weights, layer, stack="layers"):
     """Experts are stored one by one, and held in one tensor."""
-    for name in [name for name in weights if f"layers.{layer}.mlp.experts." in name]:
+    for name in [name for name in weights if f"{stack}.{layer}.mlp.experts." in name]:
         stem, _, kind = name.rpartition(".")
         tensor = weights.pop(name)
         for expert, matrix in enumerate(tensor):
