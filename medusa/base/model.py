@@ -97,6 +97,10 @@ class BaseModel:
         self.mtp: MtpLayer | None = None
         self.feature_layers: tuple[int, ...] = ()
         self.ranks = int(model.tp_size or 1)
+        if self.recurrent and self.ranks > 1:
+            raise ValueError(
+                f"base ({name}) has recurrent layers, which are not divided among ranks; leave tp_plan out"
+            )
         self.others: Leader | Nobody = Nobody()
         self._pass = DecoderPass(self.decoder)
         self._fused: Callable[[BlockPool, TreePlan], Tensor] | None = None

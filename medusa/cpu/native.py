@@ -81,6 +81,8 @@ def kernels() -> ctypes.CDLL:
         "choose": [pointer, number],
         "lookup": [pointer],
         "losses": [pointer],
+        "recur": [pointer],
+        "convolve": [pointer],
         "draw": [pointer],
         "accept": [pointer],
         "depths": [number, number, pointer, pointer],

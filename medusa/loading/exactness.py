@@ -19,7 +19,7 @@ from medusa.tree import Draft
 
 logger = logging.getLogger(__name__)
 
-OURS = (nn.Embedding, NativeLinear, PackedLinear, PackedEmbedding, Int8Linear)
+OURS = (nn.Embedding, nn.Conv1d, NativeLinear, PackedLinear, PackedEmbedding, Int8Linear)
 """Layers with matrices whose rows are equal whatever stands beside them."""
 LENGTH = 140
 """Tokens of the text, fewer if the context is shorter; more than a block of keys in the exact attention."""

@@ -42,7 +42,7 @@ def choose_decoding(base: BaseModel) -> BaseModel:
     compared with the base's own pass over each path as plain text: every layer by itself (``LayerCheck``), then the
     logits. A family that does not pass the step's plan on to its attention gets the whole mask with each call instead,
     unless it has sliding windows, which one mask for all layers cannot express. Trees fail if attention depends on rows
-    instead of positions (ALiBi); everything fails if a layer keeps its own state (recurrent layers).
+    instead of positions (ALiBi); everything fails if a layer keeps a state that is not known (Mamba 1).
 
     transformers gives the windows and chunks of layers (``BaseModel.spans``). They are not known for layers with their
     own attention code: such layers get as many places as the context has, the last of which are empty, so that a window
@@ -65,7 +65,7 @@ def choose_decoding(base: BaseModel) -> BaseModel:
             reasons[decoding] = reason
     raise UnsupportedBaseError(
         f"base ({base.name}, {base.config.model_type}) cannot be decoded here: {reasons['plain']};"
-        " use one whose layers all keep keys and values, with rotary or learned positions"
+        " use one whose layers all keep keys and values, or states of a known kind"
     )
 
 

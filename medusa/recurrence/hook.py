@@ -11,10 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import softplus
+from torch.nn import functional
 from transformers.activations import ACT2FN
 
 from medusa.recurrence.states import RecurrentPass
+
+WHOLE = 64
+"""Values that torch's vectors compute together, or a multiple of them."""
 
 
 def hook(model: nn.Module) -> bool:
@@ -30,7 +33,25 @@ def hook(model: nn.Module) -> bool:
             recurrent = True
             if not hasattr(names[name], "without_plan"):
                 setattr(sys.modules[file], name, _hooked(names[name], _OURS[name]))
+            if names.get("F") is functional:
+                names["F"] = _Functional()
     return recurrent
+
+
+def _softplus(x: Tensor) -> Tensor:
+    """``softplus`` whose results do not depend on the number of values: torch computes the last few in another way."""
+    if not x.is_cpu or not (missing := -x.numel() % WHOLE):
+        return functional.softplus(x)
+    return functional.softplus(functional.pad(x.flatten(), (0, missing)))[: x.numel()].view_as(x)
+
+
+class _Functional:
+    """``torch.nn.functional`` for the files of these layers, with our ``softplus``."""
+
+    softplus = staticmethod(_softplus)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(functional, name)
 
 
 def _hooked(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
@@ -49,8 +70,8 @@ def _convolution(
     activation: str | None = None, **_: Any,
 ) -> Tensor:  # fmt: skip
     """``causal_conv1d_fn``: [1, C, R] -> [1, C, R]."""
-    out_RC = own.convolve(hidden[0].T, weight, bias)
-    return (out_RC if activation is None else ACT2FN[activation](out_RC)).to(hidden.dtype).T[None]
+    out_RC = own.convolve(hidden[0].T, weight, bias, activation == "silu")
+    return (out_RC if activation in (None, "silu") else ACT2FN[activation](out_RC)).T[None]
 
 
 def _delta_rule(
@@ -75,7 +96,7 @@ def _mamba2(
     """``mamba_chunk_scan_combined``: [1, R, H, V] -> [1, R, H, V], and no state: it is kept by ``own``."""
     if dt_bias is not None:
         dt = dt + dt_bias.to(dt.dtype)
-    step_RH = (softplus(dt) if dt_softplus else dt).clamp(*dt_limit)[0].float()
+    step_RH = (_softplus(dt) if dt_softplus else dt).clamp(*dt_limit)[0].float()
     groups = hidden_states.shape[2] // B.shape[2]
     key_RHK, query_RHK = (x[0].float().repeat_interleave(groups, dim=1) for x in (B, C))
     inputs_RHV = hidden_states[0].float()

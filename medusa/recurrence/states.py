@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from medusa.attention.contract import TreePlan
-from medusa.recurrence.rules import convolve, recur, recur_chain
+from medusa.recurrence.rules import convolve, recur
 
 MOST_SAVED = 16
 """Places at which states are saved for other texts. A place costs as much memory as one more running text."""
@@ -170,7 +170,7 @@ class RecurrentPass:
         every, alike = list(range(len(self._plan.sizes))), self._plan.uniform is not None
         return [every] if alike and len(set(self._chains)) == 1 else [[index] for index in every]
 
-    def convolve(self, rows_RC: Tensor, weight_CW: Tensor, bias_C: Tensor | None) -> Tensor:
+    def convolve(self, rows_RC: Tensor, weight_CW: Tensor, bias_C: Tensor | None, silu: bool) -> Tensor:
         """The causal convolution [R, C] of the rows, each behind its ancestors and the text before them."""
         plan, part, width = self._plan, (self.layer, "convolution"), weight_CW.shape[1] - 1
         nothing = rows_RC.new_zeros(width, rows_RC.shape[1])
@@ -187,7 +187,7 @@ class RecurrentPass:
         for index, (window, own) in enumerate(zip(windows, rows_RC.split(plan.sizes), strict=True)):
             end = advance(window, [own]) if self._chains[index] else None
             self._keep(index, part, window, (own,), end)
-        return convolve(inputs_MC, taken_RW.to(rows_RC.device), weight_CW, bias_C)
+        return convolve(inputs_MC, taken_RW.to(rows_RC.device), weight_CW, bias_C, silu)
 
     def recur(self, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, rate: Tensor | None) -> Tensor:
         """Outputs [R, H, V] of the rows, see ``rules.recur``.
@@ -199,35 +199,36 @@ class RecurrentPass:
             decay: [R, H].
             rate: [R, H], or None.
         """
-        plan, part, given = self._plan, (self.layer, "state"), [key, value, decay]
-        given = [x.float() for x in (given if rate is None else [*given, rate])]
-        sizes, firsts, outs = plan.sizes, plan.firsts, []
-        shape = key.shape[1], key.shape[2], value.shape[2]
+        plan, part = self._plan, (self.layer, "state")
+        given = [x.float() for x in ([key, value, decay] if rate is None else [key, value, decay, rate])]
+        nothing = key.new_zeros(key.shape[1], key.shape[2], value.shape[2], dtype=torch.float32)
 
         def advance(state: Tensor, rows: Sequence[Tensor]) -> Tensor:
-            key, value, decay, *rate = (x.transpose(0, 1)[None] for x in rows)
-            return recur_chain(None, key, value, decay, rate[0] if rate else None, state[None])[1][0]
+            key, value, decay, *rate = (x[None] for x in rows)
+            end = recur(None, key, value, decay, rate[0] if rate else None, state[None])[1]
+            assert end is not None, "the rows are a chain"
+            return end[0]
 
+        outs = []
         for group in self._groups:
-            size, rows = sizes[group[0]], slice(firsts[group[0]], firsts[group[-1] + 1])
+            size, rows = plan.sizes[group[0]], slice(plan.firsts[group[0]], plan.firsts[group[-1] + 1])
             states = [self._states.before(*self._at(index, part), advance) for index in group]
-            state_B = torch.stack([key.new_zeros(shape).float() if state is None else state for state in states])
-            split = [x[rows].unflatten(0, (-1, size)).transpose(1, 2) for x in (query.float(), *given)]
-            query_B, key_B, value_B, decay_B = split[:4]
-            rate_B = None if rate is None else split[4]
-            if chain := self._chains[group[0]]:
-                out, end_B = recur_chain(query_B, key_B, value_B, decay_B, rate_B, state_B)
-            else:
-                seen = plan.ancestors[rows, :size].unflatten(0, (-1, size)).to(key.device)
-                out, end_B = recur(query_B, key_B, value_B, decay_B, rate_B, state_B, seen)
+            states_B = [nothing if state is None else state for state in states]
+            state_B = torch.stack(states_B) if len(group) > 1 else states_B[0][None]
+            query_B, key_B, value_B, decay_B, *rate_B = (
+                x[rows].unflatten(0, (-1, size)) for x in (query.float(), *given)
+            )
+            chain = self._chains[group[0]]
+            seen = None if chain else plan.ancestors[rows, :size].unflatten(0, (-1, size)).to(key.device)
+            out, end_B = recur(query_B, key_B, value_B, decay_B, rate_B[0] if rate_B else None, state_B, seen)
             assert out is not None, "there are queries"
-            outs.append(out.transpose(1, 2).flatten(0, 1))
+            outs.append(out.flatten(0, 1))
             for place, index in enumerate(group):
-                own = slice(firsts[index], firsts[index + 1])
-                # Clones: views would keep what the whole pass computed.
-                end = end_B[place].clone() if chain else None
-                self._keep(index, part, state_B[place].clone(), tuple(x[own] for x in given), end)
-        return torch.cat(outs)
+                own = slice(plan.firsts[index], plan.firsts[index + 1])
+                # With other texts a clone: a view would keep what the whole pass computed.
+                end = None if end_B is None else end_B[place] if len(group) == 1 else end_B[place].clone()
+                self._keep(index, part, states_B[place], tuple(x[own] for x in given), end)
+        return torch.cat(outs) if len(outs) > 1 else outs[0]
 
     def _at(self, index: int, part: object) -> tuple[int, object, int]:
         text, length = self._plan.texts[index]
@@ -236,7 +237,10 @@ class RecurrentPass:
     def _keep(self, index: int, part: object, state: Tensor, rows: tuple[Tensor, ...], end: Tensor | None) -> None:
         text, length = self._plan.texts[index]
         size = self._plan.sizes[index]
-        rows = () if end is not None and size > MOST_ROWS else tuple(x.clone() for x in rows)
+        if end is not None and size > MOST_ROWS:
+            rows = ()
+        elif len(self._plan.sizes) > 1:
+            rows = tuple(x.clone() for x in rows)
         self._states.keep(text, part, Kept(length, state, rows, size, end))
 
     def _taken(self, width: int) -> Tensor:

@@ -144,6 +144,11 @@ SINGLE = (
 )
 """Grouped products of experts know no float64."""
 EXPLICIT_MASK = ("falcon", "gptj", "mpt", "nemotron", "stablelm")
+RECURRENT = (
+    "bamba", "falcon_h1", "granitemoehybrid", "lfm2", "lfm2_moe", "nemotron_h", "olmo_hybrid", "qwen3_5_moe_text",
+    "qwen3_5_text", "qwen3_next", "zamba2",
+)  # fmt: skip
+"""Some of their layers keep states."""
 GATHERED = ("deepseek_v3",)
 """Their layers compute on what is cached before attention reads it."""
 CHAINS = ("mpt",)
@@ -226,6 +231,7 @@ def test_tree_logits_are_those_of_the_path_as_text(family, backend, handed_over)
     if backend == "exact":  # the test at load asks no other backend anything else
         chosen = choose_decoding(base)
         assert chosen.traits == right.traits
+        assert chosen.recurrent == (family in RECURRENT)
         assert position_bytes(chosen) == read_shape(base.model.config, base.dtype).cached_bytes, "as planned"
         assert (fused := fuse(right)).fused == (family in FUSED)
         assert not fused.fused or fused.shallow(1).fused, "its first layers too"

@@ -7,9 +7,11 @@ import torch
 
 from medusa.base.documents import document_rows
 from medusa.loading.separation import choose_separation
-from tests.medusa.test_conformance import DOCUMENT, FAMILIES, SINGLE, tiny
+from tests.medusa.test_conformance import DOCUMENT, FAMILIES, RECURRENT, SINGLE, tiny
 
-NEEDS = dict.fromkeys(("afmoe", "falcon", "gpt_oss", "mpt", "opt", "opt-350m"), "masks") | {"llama4_text": "rows"}
+NEEDS = dict.fromkeys(("afmoe", "falcon", "gpt_oss", "mpt", "opt", "opt-350m"), "masks") | dict.fromkeys(
+    ("llama4_text", *RECURRENT), "rows"
+)
 """Families whose own masks do not know packed documents."""
 LENGTHS = ((5, 20, 1, 22), (17, 31))
 """Documents of two rows, longer than the windows of the families."""

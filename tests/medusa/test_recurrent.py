@@ -11,9 +11,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from medusa import BaseModel, EngineConfig, MedusaModel, Prefix
 from medusa.cache import BLOCK, CachedSequence, provisional
+from medusa.cpu import native
+from medusa.loading import exactness
 from medusa.loading.self_test import choose_decoding
 from medusa.recurrence import StatesLostError
-from medusa.recurrence.rules import CHUNK, recur, recur_chain
+from medusa.recurrence.rules import CHUNK, convolve, recur
 from medusa.tree import Draft
 from tests.medusa.test_batch import check
 from tests.medusa.test_conformance import DELTA, MAMBA
@@ -165,24 +167,25 @@ def test_a_state_that_is_gone_is_named(speaker):
         speaker.base.run(one.pool, speaker.base.plan([(Draft.chain(torch.tensor([[5]])), [one])]))
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("delta", [False, True])
-def test_rows_of_trees_and_long_chains_are_those_of_single_steps(delta):
-    """Against the recurrence itself, token by token, in float64."""
+def test_rows_of_trees_and_long_chains_are_those_of_single_steps(delta, dtype):
+    """Against the recurrence itself, token by token, in float64; the kernel computes float32."""
     torch.manual_seed(0)
-    rows, heads, keys, values = 2 * CHUNK + 9, 3, 5, 4
-    query, key = torch.randn(2, 1, heads, rows, keys, dtype=torch.float64) * 0.5
-    value = torch.randn(1, heads, rows, values, dtype=torch.float64)
-    decay, rate = -torch.rand(1, heads, rows, dtype=torch.float64), torch.rand(1, heads, rows, dtype=torch.float64)
-    state = torch.randn(1, heads, keys, values, dtype=torch.float64)
+    texts, rows, heads, keys, values = 2, 2 * CHUNK + 9, 3, 21, 70
+    query, key = torch.randn(2, texts, rows, heads, keys, dtype=torch.float64) * 0.2
+    value = torch.randn(texts, rows, heads, values, dtype=torch.float64)
+    decay, rate = -torch.rand(texts, rows, heads).double(), torch.rand(texts, rows, heads).double()
+    state = torch.randn(texts, heads, keys, values, dtype=torch.float64)
     rates = rate if delta else None
 
     def step(before, row):
-        before = decay[..., row].exp()[..., None, None] * before
-        new = value[:, :, row]
+        before = decay[:, row].exp()[..., None, None] * before
+        new = value[:, row]
         if delta:
-            new = rate[..., row, None] * (new - (before.mT @ key[:, :, row, :, None])[..., 0])
-        after = before + key[:, :, row, :, None] * new[:, :, None]
-        return after, (after.mT @ query[:, :, row, :, None])[..., 0]
+            new = rate[:, row, :, None] * (new - (before.mT @ key[:, row, :, :, None])[..., 0])
+        after = before + key[:, row, :, :, None] * new[:, :, None]
+        return after, (after.mT @ query[:, row, :, :, None])[..., 0]
 
     def by_hand(parents):
         states, outs = [], []
@@ -190,12 +193,39 @@ def test_rows_of_trees_and_long_chains_are_those_of_single_steps(delta):
             after, out = step(state if row == 0 else states[parent], row)
             states.append(after)
             outs.append(out)
-        return torch.stack(outs, dim=2), states[-1]
+        return torch.stack(outs, dim=1), states[-1]
 
-    out, end = recur_chain(query, key, value, decay, rates, state)
-    torch.testing.assert_close((out, end), by_hand([0, *range(rows - 1)]))
+    close = {"atol": 1e-9, "rtol": 1e-9} if dtype == torch.float64 else {"atol": 2e-4, "rtol": 2e-4}
+    given = [None if x is None else x.to(dtype) for x in (query, key, value, decay, rates)]
+    out, end = recur(*given, state.to(dtype))
+    expected = by_hand([0, *range(rows - 1)])
+    torch.testing.assert_close((out.double(), end.double()), expected, **close)
+    assert torch.equal(recur(None, *given[1:], state.to(dtype))[1], end)
     parents = [0, 0, 0, 1, 1, 2, 4, 6, 5]
-    own = Draft.of(torch.zeros(1, 9, dtype=torch.int64), torch.tensor([parents]), 8).ancestors
-    tree = [None if x is None else x[:, :, :9] for x in (query, key, value, decay, rates)]
-    out, _ = recur(*tree, state, own)
-    torch.testing.assert_close(out, by_hand(parents)[0])
+    seen = Draft.of(torch.zeros(1, 9, dtype=torch.int64), torch.tensor([parents]), 8).ancestors.expand(texts, -1, -1)
+    tree = [None if x is None else x[:, :9] for x in given]
+    out, end = recur(*tree, state.to(dtype), seen)
+    torch.testing.assert_close(out.double(), by_hand(parents)[0], **close)
+    assert end is None
+
+
+@pytest.mark.parametrize("silu", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_convolutions_are_those_of_torch(dtype, silu):
+    torch.manual_seed(0)
+    inputs, weight, bias = torch.randn(9, 37).to(dtype), torch.randn(37, 4).to(dtype), torch.randn(37).to(dtype)
+    taken = torch.arange(6)[:, None] + torch.arange(4)
+    out = torch.nn.functional.conv1d(inputs.double().T[None], weight.double()[:, None], bias.double(), groups=37)[0].T
+    expected = torch.nn.functional.silu(out) if silu else out
+    close = {"atol": 0.05, "rtol": 0.02} if dtype == torch.bfloat16 else {"atol": 1e-4, "rtol": 1e-4}
+    torch.testing.assert_close(convolve(inputs, taken, weight, bias, silu).double(), expected, **close)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_bases_with_kernels_are_exact(kind, dtype, tokenizer):
+    """Bit by bit: in chunks, beside other texts, in trees. torch's sigmoids are so for whole vectors of heads."""
+    heads = {"linear_num_key_heads": 16, "linear_num_value_heads": 16 if dtype == torch.bfloat16 else 32}
+    model = build(kind, tokenizer, **heads, linear_value_head_dim=8).to(dtype)
+    native.use_kernels(model)
+    assert exactness.find_out(choose_decoding(BaseModel(model, tokenizer, kind))).exact

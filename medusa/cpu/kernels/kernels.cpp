@@ -5,6 +5,7 @@
 #include "lookup.h"
 #include "loss.h"
 #include "pass.h"
+#include "recurrence.h"
 #include "tree.h"
 
 enum Outcome { DONE, NO_MEMORY, NO_SUCH_TOKEN };
@@ -201,6 +202,26 @@ extern "C" int medusa_losses(const Losing* at) {
 
 extern "C" int medusa_lookup(const Looking* at) {
     return outcome([&] { Lookup{*at}(); });
+}
+
+extern "C" int medusa_recur(const Recurring* at) {
+    return outcome([&] {
+        const int64_t pieces = Recurrence::pieces(*at);
+        Team(int(std::clamp<int64_t>(pieces, 1, at->threads)), 1).run([&](Team::Member& member) {
+            Recurrence recurrence(*at);
+            member.share(pieces, [&](int64_t piece) { recurrence(piece); });
+        });
+    });
+}
+
+extern "C" int medusa_convolve(const Convolving* at) {
+    return outcome([&] {
+        Team(int(std::clamp<int64_t>(at->rows, 1, at->threads)), 1).run([&](Team::Member& member) {
+            with_number(at->number_type, [&](auto number) {
+                member.share(at->rows, [&](int64_t r) { convolve<decltype(number)>(*at, r); });
+            });
+        });
+    });
 }
 
 constexpr int64_t FEW_DRAFTED = 4;  // rows of a level
