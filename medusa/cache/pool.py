@@ -184,6 +184,7 @@ class BlockPool:
         """Forget all texts that no sequence holds, here and in the pools beside: their blocks become free."""
         while self._index.idle:
             self._free.append(self._index.give_up())
+        self.recurrent.saved.clear()
         for pool in self._beside.values():
             pool.forget()
 

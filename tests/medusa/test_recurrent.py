@@ -16,6 +16,7 @@ from medusa.loading import exactness
 from medusa.loading.self_test import choose_decoding
 from medusa.recurrence import StatesLostError
 from medusa.recurrence.rules import CHUNK, convolve, recur
+from medusa.recurrence.states import MOST_SAVED
 from medusa.tree import Draft
 from tests.medusa.test_batch import check
 from tests.medusa.test_conformance import DELTA, MAMBA
@@ -108,6 +109,18 @@ def test_a_text_begins_where_states_are_saved(speaker):
     other = speaker.generate(edited, prefix=prefix, **params)
     assert other.cached_tokens == 0, "keys of its first block are known, and no states after it"
     assert other.tokens == speaker.generate(edited, **params).tokens
+
+
+def test_saved_states_are_few_and_forgotten_with_their_texts(speaker):
+    prefix = Prefix(4096)
+    for first in range(MOST_SAVED + 2):
+        speaker.generate([first, *range(3, 40)], prefix=prefix, max_new_tokens=1)
+    pool = prefix.pool(speaker.base)
+    assert len(pool.recurrent.saved) == MOST_SAVED
+    assert speaker.generate([MOST_SAVED, *range(3, 40)], prefix=prefix, max_new_tokens=1).cached_tokens == BLOCK
+    assert speaker.generate([1, *range(3, 40)], prefix=prefix, max_new_tokens=1).cached_tokens == 0
+    pool.forget()
+    assert not pool.recurrent.saved
 
 
 def test_equal_prompts_are_computed_once(speaker):
