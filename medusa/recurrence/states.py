@@ -21,8 +21,8 @@ from medusa.recurrence.rules import convolve, recur
 
 MOST_SAVED = 16
 """Places at which states are saved for other texts. A place costs as much memory as one more running text."""
-MOST_ROWS = 1024
-"""Rows of a chain whose inputs are kept; longer ones are prompts, which are accepted as a whole."""
+PROMPT_ROWS = 512
+"""A chain of so many rows is a part of a prompt, and accepted as a whole: the inputs of its rows are not kept."""
 
 Advance = Callable[[Tensor, Sequence[Tensor]], Tensor]
 """State and the inputs [R, ...] of rows that follow each other -> the state after them."""
@@ -201,7 +201,7 @@ class RecurrentPass:
         """
         plan, part = self._plan, (self.layer, "state")
         given = [x.float() for x in ([key, value, decay] if rate is None else [key, value, decay, rate])]
-        nothing = key.new_zeros(key.shape[1], key.shape[2], value.shape[2], dtype=torch.float32)
+        shape = key.shape[1], key.shape[2], value.shape[2]
 
         def advance(state: Tensor, rows: Sequence[Tensor]) -> Tensor:
             key, value, decay, *rate = (x[None] for x in rows)
@@ -213,7 +213,7 @@ class RecurrentPass:
         for group in self._groups:
             size, rows = plan.sizes[group[0]], slice(plan.firsts[group[0]], plan.firsts[group[-1] + 1])
             states = [self._states.before(*self._at(index, part), advance) for index in group]
-            states_B = [nothing if state is None else state for state in states]
+            states_B = [key.new_zeros(shape, dtype=torch.float32) if state is None else state for state in states]
             state_B = torch.stack(states_B) if len(group) > 1 else states_B[0][None]
             query_B, key_B, value_B, decay_B, *rate_B = (
                 x[rows].unflatten(0, (-1, size)) for x in (query.float(), *given)
@@ -237,7 +237,7 @@ class RecurrentPass:
     def _keep(self, index: int, part: object, state: Tensor, rows: tuple[Tensor, ...], end: Tensor | None) -> None:
         text, length = self._plan.texts[index]
         size = self._plan.sizes[index]
-        if end is not None and size > MOST_ROWS:
+        if end is not None and size >= PROMPT_ROWS:
             rows = ()
         elif len(self._plan.sizes) > 1:
             rows = tuple(x.clone() for x in rows)
