@@ -72,8 +72,9 @@ class BlockIndex:
         """Mark a known block as used."""
         self._idle.pop(block, None)
 
-    def give_up(self) -> int:
-        """Evict the least recently used block; returns it."""
+    def give_up(self) -> Entry:
+        """Evict the least recently used block; returns its entry."""
         block, _ = self._idle.popitem(last=False)
-        del self._entries[self._of.pop(block).key]
-        return block
+        entry = self._of.pop(block)
+        del self._entries[entry.key]
+        return entry

@@ -183,8 +183,7 @@ class BlockPool:
     def forget(self) -> None:
         """Forget all texts that no sequence holds, here and in the pools beside: their blocks become free."""
         while self._index.idle:
-            self._free.append(self._index.give_up())
-        self.recurrent.saved.clear()
+            self._free.append(self._evict())
         for pool in self._beside.values():
             pool.forget()
 
@@ -241,13 +240,18 @@ class BlockPool:
         self._users[block] += 1
         self._index.wake(block)
 
+    def _evict(self) -> int:
+        entry = self._index.give_up()
+        self.recurrent.saved.pop(entry.number, None)
+        return entry.block
+
     def _one(self) -> int:
         """A free block; without a limit, remembered blocks are evicted before memory grows."""
         if self._free:
             return self._free.pop()
         room = self.limit is not None and self._touched < self.limit
         if self._index.idle and not room:
-            return self._index.give_up()
+            return self._evict()
         if self._touched == self.cache.blocks:
             self.grow(2 * self._touched)
         self._touched += 1

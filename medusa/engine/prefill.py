@@ -48,6 +48,7 @@ class Chunk:
         sequence = self.request.cached
         first = sequence.length
         sequence.length += self.size
+        sequence.pool.recurrent.settle(sequence.line, sequence.length)
         self.hidden = hidden_CF[-1]
         if self.request.unscored:
             self._score(base, hidden_CF, first)

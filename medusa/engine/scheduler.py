@@ -146,5 +146,9 @@ class Scheduler:
         end = known + self.pool.size
         beginning = text[:end]
         return end <= len(text) and any(
-            request.length >= end and request.text[:end] == beginning for request in self._prompts
+            request.length >= end
+            and request.text[:end] == beginning
+            # Of a block that is computed already there may be no states, and none will come.
+            and not (self._recurrent and request.cached.length >= end)
+            for request in self._prompts
         )

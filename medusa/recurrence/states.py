@@ -21,8 +21,6 @@ from medusa.recurrence.rules import convolve, recur
 
 MOST_SAVED = 16
 """Places at which states are saved for other texts. A place costs as much memory as one more running text."""
-PROMPT_ROWS = 512
-"""A chain of so many rows is a part of a prompt, and accepted as a whole: the inputs of its rows are not kept."""
 
 Advance = Callable[[Tensor, Sequence[Tensor]], Tensor]
 """State and the inputs [R, ...] of rows that follow each other -> the state after them."""
@@ -38,7 +36,7 @@ class Kept(NamedTuple):
     Attributes:
         length: Number of positions that the state has seen.
         state: The state after them.
-        rows: The inputs [R, ...] of the next pass's rows; empty if they are a long chain.
+        rows: The inputs [R, ...] of the next pass's rows.
         size: R.
         end: The state after all of these rows, if they are a chain.
     """
@@ -74,6 +72,13 @@ class RecurrentStates:
         """Note which rows of the last pass each of these texts has accepted; see ``medusa.cache.commit``."""
         for (text, _), path, count in zip(texts, path_SA.tolist(), counts_S.tolist(), strict=False):
             self._paths[text] = path[:count]
+
+    def settle(self, text: int, length: int) -> None:
+        """Free the inputs of a chain's rows, all of which the text of this length has accepted."""
+        mine = self._kept.get(text, {})
+        for part, kept in mine.items():
+            if kept.end is not None and kept.length + kept.size == length:
+                mine[part] = Kept(length, kept.end)
 
     def before(self, text: int, part: object, length: int, advance: Advance) -> Tensor | None:
         """The state of a part of a layer after the first ``length`` positions of a text; None = there are none yet.
@@ -237,9 +242,7 @@ class RecurrentPass:
     def _keep(self, index: int, part: object, state: Tensor, rows: tuple[Tensor, ...], end: Tensor | None) -> None:
         text, length = self._plan.texts[index]
         size = self._plan.sizes[index]
-        if end is not None and size >= PROMPT_ROWS:
-            rows = ()
-        elif len(self._plan.sizes) > 1:
+        if len(self._plan.sizes) > 1:
             rows = tuple(x.clone() for x in rows)
         self._states.keep(text, part, Kept(length, state, rows, size, end))
 

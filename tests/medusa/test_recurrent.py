@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from medusa import BaseModel, EngineConfig, MedusaModel, Prefix
+from medusa import BaseModel, EngineConfig, MedusaModel, Prefix, SamplingParams
 from medusa.cache import BLOCK, CachedSequence, provisional
 from medusa.cpu import native
 from medusa.loading import exactness
@@ -121,6 +121,41 @@ def test_saved_states_are_few_and_forgotten_with_their_texts(speaker):
     assert speaker.generate([1, *range(3, 40)], prefix=prefix, max_new_tokens=1).cached_tokens == 0
     pool.forget()
     assert not pool.recurrent.saved
+
+
+def test_a_prompt_does_not_wait_for_states_that_never_come(speaker):
+    """It begins like a long one, whose first states are saved far behind that."""
+    batch = speaker.batch(config=EngineConfig(chunk=2 * BLOCK))
+    params, start = SamplingParams(max_new_tokens=4, ignore_eos=True), [3 + n % 50 for n in range(BLOCK)]
+    long = batch.add([*start, *[7] * 190], params)
+    batch.step()
+    short = batch.add([*start, 9, 9], params)
+    batch.step()
+    batch.step()
+    assert short.output.tokens and not long.output.tokens
+
+
+def test_rows_of_prompts_are_not_kept(speaker):
+    batch = speaker.batch()
+    request = batch.add([3 + n % 50 for n in range(BLOCK)], SamplingParams(max_new_tokens=4, ignore_eos=True))
+    batch.step()
+    kept = batch.pool.recurrent._kept[request.cached.line]
+    assert kept and all(not part.rows and part.end is None for part in kept.values())
+    batch.remove(request)
+
+
+@pytest.mark.parametrize(
+    ("kind", "layer_types"),
+    [("lfm2", ["full_attention"] * 4), ("granitemoehybrid", ["attention"] * 4)],
+)
+def test_models_of_these_families_may_have_attention_layers_alone(kind, layer_types, tokenizer):
+    config = AutoConfig.for_model(kind, vocab_size=len(tokenizer), **SHAPE | MAMBA | {"layer_types": layer_types})
+    config.num_local_experts = 0
+    base = choose_decoding(BaseModel(AutoModelForCausalLM.from_config(config).eval(), tokenizer, kind))
+    prefix, prompt = Prefix(), [3 + n % 50 for n in range(BLOCK + 5)]
+    for cached in (0, BLOCK):
+        assert MedusaModel(base).generate(prompt, prefix=prefix, max_new_tokens=2).cached_tokens == cached
+    assert not base.recurrent
 
 
 def test_equal_prompts_are_computed_once(speaker):

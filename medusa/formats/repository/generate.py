@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationMixin, StoppingCriteriaList, StopStringCriteria
@@ -94,8 +94,12 @@ def _custom_generate() -> str:
 
 def _load(model: Any, source: str, hub: dict[str, Any]) -> tuple[Base, Heads]:
     """The heads of a directory or Hub repository; they stay loaded as long as the model and their files exist."""
-    if model.config.is_encoder_decoder or model._is_stateful:
-        raise ValueError(f"model ({type(model).__name__}) is not a decoder with attention; leave custom_generate out")
+    recurrent = model._is_stateful or any(isinstance(part, nn.Conv1d) for part in model.modules())
+    if model.config.is_encoder_decoder or recurrent:
+        kind = "has recurrent layers" if recurrent else "is not a decoder"
+        raise ValueError(
+            f"model ({type(model).__name__}) {kind}, and drafts cannot be verified; leave custom_generate out"
+        )
     if (attention := model.config.get_text_config()._attn_implementation) not in ("eager", "sdpa"):
         raise ValueError(f"attention ({attention}) takes no tree masks; load the model with attn_implementation='sdpa'")
     config, weights = (_find(source, name, hub) for name in ("config.json", "heads.safetensors"))

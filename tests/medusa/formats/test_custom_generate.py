@@ -412,7 +412,8 @@ def test_families(family, small_heads):
         ("mpt", {"max_seq_len": 64}, "attention of layer . differs"),
         ("gpt_neo", GPT_NEO | {"attention_types": [[["global", "local", "global"], 1]]}, "layer 2 differs"),
         ("bloom", {"n_layer": 3, "n_head": 4}, "cannot verify trees"),
-        ("mamba", {}, "is not a decoder with attention"),
+        ("mamba", {}, "has recurrent layers"),
+        ("lfm2", {"layer_types": ["conv", "full_attention", "conv"]}, "has recurrent layers"),
         ("llama4_text", {"num_local_experts": 2, "attention_chunk_size": 5}, "cannot verify trees"),
     ],
 )
