@@ -47,6 +47,12 @@ class Kept(NamedTuple):
     size: int = 0
     end: Tensor | None = None
 
+    def after(self, length: int) -> Tensor | None:
+        """The state after exactly this many positions, if it is there already."""
+        if length == self.length:
+            return self.state
+        return self.end if length == self.length + self.size else None
+
 
 class RecurrentStates:
     """The states of all recurrent layers, for the texts of a pool. A text is the line of its sequence in the table.
@@ -89,16 +95,14 @@ class RecurrentStates:
         kept = self._kept.get(text, {}).get(part)
         if kept is None and length == 0:
             return None
-        accepted = -1 if kept is None else length - kept.length
-        if kept is None or not 0 <= accepted <= kept.size:
+        if kept is None or not kept.length <= length <= kept.length + kept.size:
             raise StatesLostError(
                 f"recurrent layers have no state of this text after {length} tokens; compute it from its beginning"
             )
-        if accepted == 0:
-            return kept.state
+        if (state := kept.after(length)) is not None:
+            return state
+        accepted = length - kept.length
         path = self._paths.get(text, list(range(accepted)))[:accepted]
-        if kept.end is not None and accepted == kept.size:
-            return kept.end
         return advance(kept.state, [rows[torch.tensor(path, device=rows.device)] for rows in kept.rows])
 
     def keep(self, text: int, part: object, kept: Kept) -> None:
@@ -115,12 +119,9 @@ class RecurrentStates:
         """
         found: dict[object, Kept] = {}
         for part, kept in self._kept.get(text, {}).items():
-            if kept.length == length:
-                found[part] = Kept(length, kept.state)
-            elif kept.end is not None and kept.length + kept.size == length:
-                found[part] = Kept(length, kept.end)
-            else:
+            if (state := kept.after(length)) is None:
                 return
+            found[part] = Kept(length, state)
         if found:
             self.saved[entry] = found
             self.saved.move_to_end(entry)
@@ -178,7 +179,6 @@ class RecurrentPass:
     def convolve(self, rows_RC: Tensor, weight_CW: Tensor, bias_C: Tensor | None, silu: bool) -> Tensor:
         """The causal convolution [R, C] of the rows, each behind its ancestors and the text before them."""
         plan, part, width = self._plan, (self.layer, "convolution"), weight_CW.shape[1] - 1
-        nothing = rows_RC.new_zeros(width, rows_RC.shape[1])
 
         def advance(window: Tensor, rows: Sequence[Tensor]) -> Tensor:
             return torch.cat([window, rows[0]])[-width:].clone()
@@ -186,7 +186,7 @@ class RecurrentPass:
         windows = []
         for text, length in plan.texts:
             window = self._states.before(text, part, length, advance)
-            windows.append(nothing if window is None else window)
+            windows.append(rows_RC.new_zeros(width, rows_RC.shape[1]) if window is None else window)
         inputs_MC = torch.cat([*windows, rows_RC])
         taken_RW = plan.once(("convolution", width), lambda: self._taken(width))
         for index, (window, own) in enumerate(zip(windows, rows_RC.split(plan.sizes), strict=True)):
@@ -248,18 +248,13 @@ class RecurrentPass:
 
     def _taken(self, width: int) -> Tensor:
         """[R, width + 1] int64 indices of each row's inputs: windows of all texts come first, then all rows."""
-        plan = self._plan
-        parents_R = plan.parents
-        device, texts = parents_R.device, len(plan.sizes)
-        first_R = torch.tensor(plan.firsts[:-1], device=device).repeat_interleave(
-            torch.tensor(plan.sizes, device=device), output_size=plan.rows
-        )
-        index_R, base = torch.arange(plan.rows, device=device), texts * width
+        plan, windows = self._plan, len(self._plan.sizes) * width
+        index_R = torch.arange(plan.rows, device=plan.parents.device)
         ends_R = plan.sequences * width + width - 1  # the last input before each text's rows
-        above_R = torch.where(index_R == first_R, ends_R, base + first_R + parents_R)
-        before = torch.arange(base, device=device)
+        above_R = torch.where(plan.nodes == 0, ends_R, windows + index_R - plan.nodes + plan.parents)
+        before = torch.arange(windows, device=index_R.device)
         above = torch.cat([(before - 1).clamp(min=0), above_R])
-        taken = [base + index_R]
+        taken = [windows + index_R]
         for _ in range(width):
             taken.append(above[taken[-1]])
         return torch.stack(taken[::-1], dim=1)
