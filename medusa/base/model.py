@@ -22,7 +22,7 @@ from medusa.base.output import Matrices, OutputLayer, state_size
 from medusa.base.taps import DecoderPass, first_layers
 from medusa.base.tensor_parallel import Leader, Nobody
 from medusa.base.traits import Decoding, Traits
-from medusa.base.usual_block import UnusualBlockError, embedding_scale
+from medusa.base.usual_block import UnusualBlockError, attention_layers, embedding_scale
 from medusa.cache import BlockPool, CachedSequence, commit, plan_pass
 from medusa.cpu import native
 from medusa.cpu.fused import FusedPass
@@ -302,7 +302,9 @@ class BaseModel:
         shallow = copy.copy(self)
         shallow.decoder, shallow.num_layers = first_layers(self.decoder, self.num_layers, layers), layers
         shallow._pass, shallow.feature_layers, shallow.mtp = DecoderPass(shallow.decoder), (), None
-        return shallow.with_fused_pass() if self.fused else shallow
+        shallow._fused = None
+        # The first layers of a hybrid model may all be recurrent, and the kernels take their sizes from attention.
+        return shallow.with_fused_pass() if self.fused and attention_layers(shallow.decoder) else shallow
 
     @cached_property
     def spans(self) -> dict[int | None, Span]:

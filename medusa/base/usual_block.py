@@ -1,8 +1,8 @@
 """The transformer block that many families share, recognised by its modules, for passes with our own kernels.
 
 It is Llama's: norm, attention with rotary positions, residual, norm, gated MLP, residual. Norms may stand behind
-attention and the MLP too (Gemma), or only there (OLMo). A test at load checks that the results are equal
-(``medusa.loading.self_test``).
+attention and the MLP too (Gemma), or only there (OLMo). In place of attention, layers may be recurrent
+(``medusa.base.recurrent_block``). A test at load checks that the results are equal (``medusa.loading.self_test``).
 """
 
 import sys
@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from medusa.base.recurrent_block import MIXERS, mixer_of
 from medusa.base.rotary import Rotary
 from medusa.cpu.packed import PackedEmbedding
 
@@ -21,11 +22,19 @@ NORMS = (
     ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
     (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
     ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
+    ("operator_norm", None, "ffn_norm", None),
+    ("input_layernorm", None, "pre_ff_layernorm", None),
 )
 """Names of a layer's norms: before and after attention, before and after the MLP."""
-ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "q_norm", "k_norm"}
-MLP_PARTS = {"gate_proj", "up_proj", "gate_up_proj", "down_proj"}
-DECODER_PARTS = {"embed_tokens", "layers", "norm", "rotary_emb"}
+QUERY_NORMS, KEY_NORMS = ("q_norm", "q_layernorm"), ("k_norm", "k_layernorm")
+OUTPUTS = ("o_proj", "out_proj")
+ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "qkv_proj", *OUTPUTS, *QUERY_NORMS, *KEY_NORMS}
+MLPS = ("mlp", "feed_forward", "shared_mlp")
+GATE, UP, DOWN = ("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2", "output_linear")
+GATE_AND_UP = ("gate_up_proj", "input_linear")
+MLP_PARTS = {*GATE_AND_UP, *GATE, *UP, *DOWN}
+LAST_NORMS = ("norm", "embedding_norm", "final_layernorm")
+DECODER_PARTS = {"embed_tokens", "layers", "rotary_emb", *LAST_NORMS}
 GATES = {"SiLU": False, "SiLUActivation": False, "GELUTanh": True}
 """Whether an activation of the MLP's gates is GELU (approximated by tanh); else it is SiLU."""
 ROTARY = ("default", "linear", "llama3", "yarn")
@@ -56,23 +65,52 @@ class BlockNorms(NamedTuple):
     key: Tensor | None
 
 
-def check_decoder(decoder: Any) -> None:
+def check_decoder(decoder: Any, recurrent: bool = False) -> None:
     """Check that a decoder and its layers have no other parts.
+
+    Args:
+        decoder: The decoder.
+        recurrent: Layers may be recurrent in place of attention, and heads of attention may have gates.
 
     Raises:
         UnusualBlockError: They have.
     """
     _know(decoder, DECODER_PARTS, "the decoder")
-    if not isinstance(getattr(decoder.norm, "weight", None), Tensor):
-        raise UnusualBlockError(f"its norms are {type(decoder.norm).__name__}")
+    norm = part_of(decoder, LAST_NORMS)
+    if not isinstance(getattr(norm, "weight", None), Tensor):
+        raise UnusualBlockError(f"its norms are {type(norm).__name__}")
     for layer in decoder.layers:
-        _know(layer, {"self_attn", "mlp", *filter(None, _norm_names(layer))}, "a layer")
-        _know(layer.self_attn, ATTENTION_PARTS, "its attention")
-        _know(layer.mlp, MLP_PARTS, "its MLP")
+        mixer = {"self_attn"} if not recurrent or mixer_of(layer) is None else set(MIXERS)
+        _know(layer, {*mixer, *MLPS, *filter(None, _norm_names(layer))}, "a layer")
+        if (mlp := part_of(layer, MLPS)) is None:
+            raise UnusualBlockError(f"a layer ({type(layer).__name__}) has no MLP")
+        _know(mlp, MLP_PARTS, "its MLP")
         if _activation(layer) not in GATES:
             raise UnusualBlockError(f"its MLP's activation is {_activation(layer)}")
+    if not attention_layers(decoder):
+        raise UnusualBlockError("none of its layers has attention")
+    for layer in attention_layers(decoder):
+        _know(layer.self_attn, ATTENTION_PARTS, "its attention")
         if getattr(layer.self_attn, "sinks", None) is not None:
             raise UnusualBlockError("its attention has sinks")
+        if has_gates(layer.self_attn) and not recurrent:
+            raise UnusualBlockError("its attention has gates")
+
+
+def part_of(module: Any, names: Sequence[str]) -> Any:
+    """The part of a module that has one of these names, or None."""
+    return next((part for name in names if (part := getattr(module, name, None)) is not None), None)
+
+
+def attention_layers(decoder: Any) -> list[Any]:
+    """The decoder's layers that are not recurrent."""
+    return [layer for layer in decoder.layers if getattr(layer, "self_attn", None) is not None]
+
+
+def has_gates(attention: Any) -> bool:
+    """Whether a gate of its output follows each head of queries, as in Qwen 3.5."""
+    queries = attention.config.num_attention_heads * attention.head_dim
+    return part_of(attention, ("q_proj",)) is not None and attention.q_proj.out_features == 2 * queries
 
 
 def shape_of(decoder: Any) -> dict[str, Any]:
@@ -81,11 +119,11 @@ def shape_of(decoder: Any) -> dict[str, Any]:
     Raises:
         UnusualBlockError: Its norms or heads are of another kind.
     """
-    layer, config = decoder.layers[0], decoder.config
-    dim, epsilon = getattr(layer.self_attn, "head_dim", 0), _epsilon(decoder.norm)
+    layer, config, norm = attention_layers(decoder)[0], decoder.config, part_of(decoder, LAST_NORMS)
+    dim, epsilon = getattr(layer.self_attn, "head_dim", 0), _epsilon(norm)
     if not dim or epsilon is None:
         raise UnusualBlockError("its norms or heads are of another kind")
-    offset, rounds_once = _formula(decoder.norm, epsilon)
+    offset, rounds_once = _formula(norm, epsilon)
     return {
         "hidden": config.hidden_size,
         "heads": config.num_attention_heads,
@@ -125,13 +163,15 @@ def norms_of(layer: Any, like: nn.Module) -> BlockNorms:
     Raises:
         UnusualBlockError: A norm is of another kind.
     """
-    attention = layer.self_attn
+    attention = getattr(layer, "self_attn", None)
     norms = [None if name is None else getattr(layer, name) for name in _norm_names(layer)]
-    norms += [getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)]
+    norms += [part_of(attention, QUERY_NORMS), part_of(attention, KEY_NORMS)]
     for norm in norms:
         if norm is not None and (type(norm) is not type(like) or _epsilon(norm) != _epsilon(like)):
             raise UnusualBlockError(f"a norm is {type(norm).__name__}")
     weights = BlockNorms(*(None if norm is None else norm.weight for norm in norms))
+    if attention is None:
+        return weights
     sizes = [None if weight is None else weight.numel() for weight in weights[4:]]
     heads = attention.config.num_attention_heads, attention.config.num_key_value_heads
     if sizes not in ([None, None], [attention.head_dim] * 2, [count * attention.head_dim for count in heads]):
@@ -145,6 +185,8 @@ def rotaries_of(decoder: Any) -> tuple[list[Rotary], list[int]]:
     Raises:
         UnusualBlockError: Positions are of a kind whose angles depend on more than the position.
     """
+    if decoder.rotary_emb is None:
+        return [Rotary(lambda rows, like: (like.new_empty(rows, 0),) * 2)], [-1] * len(decoder.layers)
     kinds = getattr(decoder.rotary_emb, "rope_type", None)
     by_type = kinds if isinstance(kinds, dict) else {None: kinds}
     for kind in by_type.values():
@@ -157,11 +199,13 @@ def rotaries_of(decoder: Any) -> tuple[list[Rotary], list[int]]:
 
     names = list(by_type)
     rotaries = [Rotary(partial(angles, [] if name is None else [name])) for name in names]
-    if len({rotary.tables(1, decoder.norm.weight)[0].shape[1] for rotary in rotaries}) > 1:
+    like = part_of(decoder, LAST_NORMS).weight
+    if len({rotary.tables(1, like)[0].shape[1] for rotary in rotaries}) > 1:
         raise UnusualBlockError("its layers turn different parts of their heads")
     types = [None] * len(decoder.layers) if None in by_type else decoder.config.layer_types[: len(decoder.layers)]
+    turning = attention_layers(decoder)
     of_layer = [
-        names.index(kind) if _knows_positions(layer.self_attn) else -1
+        names.index(kind) if layer in turning and _knows_positions(layer.self_attn) else -1
         for kind, layer in zip(types, decoder.layers, strict=True)
     ]
     return rotaries, of_layer
@@ -174,11 +218,11 @@ def turns_pairs(decoder: Any, rotary: Rotary) -> bool:
     Raises:
         UnusualBlockError: They do something else.
     """
-    attention = decoder.layers[0].self_attn
+    attention = attention_layers(decoder)[0].self_attn
     turn = getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)
-    if turn is None:
+    rotated = rotary.tables(1, part_of(decoder, LAST_NORMS).weight)[0].shape[1]
+    if turn is None or not rotated:
         return False
-    rotated = rotary.tables(1, decoder.norm.weight)[0].shape[1]
     head, angles = torch.arange(1.0, attention.head_dim + 1).view(1, 1, 1, -1), torch.zeros(1, 1, rotated)
     try:
         turned, (first, rest) = turn(head, head, angles, angles + 1)[0], head.tensor_split([rotated], -1)
@@ -195,13 +239,13 @@ def turns_pairs(decoder: Any, rotary: Rotary) -> bool:
 @torch.no_grad()
 def query_scales_of(decoder: Any, positions: int) -> Tensor | None:
     """Factors [positions] on turned queries, in the weights' dtype, as Ministral 3 has them; None = none."""
-    module = sys.modules[type(decoder.layers[0].self_attn).__module__]
+    module, like = sys.modules[type(decoder).__module__], part_of(decoder, LAST_NORMS).weight
     find, rope = getattr(module, "get_llama_4_attn_scale", None), getattr(decoder.config, "rope_parameters", None) or {}
     if find is None:
         return None
-    places = torch.arange(positions, device=decoder.norm.weight.device)[None]
+    places = torch.arange(positions, device=like.device)[None]
     scales: Tensor = find(places, rope["llama_4_scaling_beta"], rope["original_max_position_embeddings"])
-    return scales.flatten().to(decoder.norm.weight.dtype)
+    return scales.flatten().to(like.dtype)
 
 
 def _knows_positions(attention: Any) -> bool:
@@ -224,12 +268,14 @@ def _parts(module: nn.Module) -> set[str]:
 
 def _norm_names(layer: nn.Module) -> tuple[str | None, ...]:
     """The names of ``NORMS`` that fit the layer's parts; Llama's if none do."""
-    norms = _parts(layer) - {"self_attn", "mlp"}
+    norms = _parts(layer) - {"self_attn", *MIXERS, *MLPS}
     return next((names for names in NORMS if {*filter(None, names)} == norms), NORMS[0])
 
 
 def _activation(layer: Any) -> str:
-    return type(getattr(layer.mlp, "act_fn", None) or getattr(layer.mlp, "activation_fn", None)).__name__
+    mlp = part_of(layer, MLPS)
+    found = part_of(mlp, ("act_fn", "activation_fn", "activation"))
+    return "SiLU" if found is None and hasattr(mlp, "w1") else type(found).__name__
 
 
 def _epsilon(norm: Any) -> float | None:

@@ -7,11 +7,21 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from medusa.attention import Span, TreePlan
+from medusa.base.recurrent_block import mixer_of
 from medusa.base.usual_block import (
+    DOWN,
+    GATE,
+    GATE_AND_UP,
+    LAST_NORMS,
+    MLPS,
+    OUTPUTS,
+    UP,
     UnusualBlockError,
     check_decoder,
     embedding_scale,
+    has_gates,
     norms_of,
+    part_of,
     query_scales_of,
     rotaries_of,
     shape_of,
@@ -20,6 +30,7 @@ from medusa.base.usual_block import (
 from medusa.cache import BlockPool
 from medusa.cpu import native
 from medusa.cpu.int8 import Int8Linear
+from medusa.cpu.mixers import Memory, Mixer
 from medusa.cpu.native import LinearStruct
 from medusa.cpu.packed import DTYPE, PANEL, Packed, PackedEmbedding, PackedLinear
 from medusa.cpu.passes import Arenas, Block, Pass, run
@@ -71,14 +82,15 @@ class FusedPass:
     def __init__(
         self, decoder: Any, taps: Sequence[int], spans: Mapping[int | None, Span], context_length: int
     ) -> None:
-        check_decoder(decoder)
+        check_decoder(decoder, recurrent=True)
         if not native.available():
             raise UnusualBlockError("there are no C++ kernels here")
-        self._decoder, self._alive = decoder, list[Tensor]()
+        self._norm, self._alive, self._mixers = part_of(decoder, LAST_NORMS), list[Tensor](), dict[int, Mixer]()
         layers = list(decoder.layers)
-        self._shape, self._dtype = _shape(decoder, layers[0]), decoder.norm.weight.dtype
-        self._int8 = isinstance(layers[0].mlp.down_proj, Int8Linear)
-        self._blocks = (Block * len(layers))(*[self._read(layer) for layer in layers])
+        down = part_of(part_of(layers[0], MLPS), DOWN)
+        self._shape, self._dtype = _shape(decoder, down), self._norm.weight.dtype
+        self._int8 = isinstance(down, Int8Linear)
+        self._blocks = (Block * len(layers))(*[self._read(index, layer) for index, layer in enumerate(layers)])
         self._rotaries, kinds = rotaries_of(decoder)
         self._shape["pairs"] = turns_pairs(decoder, self._rotaries[0])
         for place, layer in enumerate(taps):
@@ -86,18 +98,19 @@ class FusedPass:
         for index, block in enumerate(self._blocks):
             window, chunk = spans.get(index, Span())
             block.window, block.chunk, block.rotary = window or 0, chunk or 0, kinds[index]
-        embeddings, scale = self._embeddings()
+        embeddings, scale = self._embeddings(decoder.embed_tokens)
         self._shape["multiplier"] *= scale
         scales = query_scales_of(decoder, context_length)
         scales = None if scales is None else scales.float()
-        self._keep([*embeddings.tensors, decoder.norm.weight, scales])
+        self._keep([*embeddings.tensors, self._norm.weight, scales])
         self._fixed = Pass(
             number_type=native.number_type(self._dtype), int8=self._int8, layers=len(layers),
             context=context_length, width=self._shape["hidden"] * (1 + len(taps)),
-            norm=decoder.norm.weight.data_ptr(), query_scales=None if scales is None else scales.data_ptr(),
+            norm=self._norm.weight.data_ptr(), query_scales=None if scales is None else scales.data_ptr(),
             embeddings=embeddings.struct, blocks=ctypes.addressof(self._blocks), **self._shape,
         )  # fmt: skip
-        self._arenas = Arenas(len(layers), self._shape["kv_heads"], self._shape["dim"], self._dtype)
+        attending = [index not in self._mixers for index in range(len(layers))]
+        self._arenas = Arenas(attending, self._shape["kv_heads"], self._shape["dim"], self._dtype)
 
     def __call__(self, pool: BlockPool, plan: TreePlan) -> Tensor:
         """Hidden states [R, F] of a pass's rows; their keys and values go into the pool.
@@ -105,12 +118,21 @@ class FusedPass:
         Raises:
             IndexError: A token is not in the vocabulary.
         """
-        angles = [rotary.tables(plan.kv_length, self._decoder.norm.weight) for rotary in self._rotaries]
-        return run(self._fixed, self._dtype, plan, angles, *self._arenas(pool))
+        angles = [rotary.tables(plan.kv_length, self._norm.weight) for rotary in self._rotaries]
+        if not self._mixers:
+            return run(self._fixed, self._dtype, plan, angles, *self._arenas(pool))
+        with pool.recurrent.running(plan):
+            memories, ends = (Memory * len(self._blocks))(), []
+            for index, mixer in self._mixers.items():
+                memories[index], keep = mixer.memory(plan.recurrent, plan.rows)
+                ends.append(keep)
+            out = run(self._fixed, self._dtype, plan, angles, *self._arenas(pool), memories=memories)
+            for keep in ends:
+                keep()
+        return out
 
-    def _embeddings(self) -> tuple[_Weights, float]:
+    def _embeddings(self, layer: Any) -> tuple[_Weights, float]:
         """The embeddings, and a factor on them."""
-        layer = self._decoder.embed_tokens
         scale = embedding_scale(layer)
         if isinstance(layer, PackedEmbedding) and self._dtype == DTYPE:
             return _Weights(layer.packed, None, layer.packed.inputs, layer.packed.outputs), scale
@@ -119,28 +141,30 @@ class FusedPass:
             raise UnusualBlockError(f"its embeddings are of {weight.dtype}, in another layout or of another class")
         return _Weights(weight.detach(), None, layer.embedding_dim, layer.num_embeddings), scale
 
-    def _read(self, layer: Any) -> Block:
+    def _read(self, index: int, layer: Any) -> Block:
         """Pointers to a layer's weights."""
-        attention, mlp, shape = layer.self_attn, layer.mlp, self._shape
-        queries, keys = shape["heads"] * shape["dim"], shape["kv_heads"] * shape["dim"]
-        joined = hasattr(attention, "qkv_proj"), hasattr(mlp, "gate_up_proj")
-        heads = (
-            _whole(attention.qkv_proj).parts((queries, keys, keys))
-            if joined[0]
-            else [_whole(getattr(attention, f"{name}_proj")) for name in "qkv"]
-        )
+        mlp, inner, mixer = part_of(layer, MLPS), self._shape["inner"], mixer_of(layer)
+        if mixer is None:
+            heads, output = self._heads(layer.self_attn), part_of(layer.self_attn, OUTPUTS)
+        else:
+            heads, output = [_whole(linear) for linear in mixer.inputs], mixer.output
         gated = (
-            _whole(mlp.gate_up_proj).parts((shape["inner"], shape["inner"]))
-            if joined[1]
-            else [_whole(mlp.gate_proj), _whole(mlp.up_proj)]
+            _whole(joined).parts((inner, inner))
+            if (joined := part_of(mlp, GATE_AND_UP)) is not None
+            else [_whole(part_of(mlp, GATE)), _whole(part_of(mlp, UP))]
         )
-        norms = norms_of(layer, self._decoder.norm)
-        linears = [*heads, _whole(attention.o_proj), *gated, _whole(mlp.down_proj)]
-        for head, size in zip(heads, (queries, keys, keys), strict=True):
-            if (head.outputs, head.inputs) != (size, shape["hidden"]):
-                raise UnusualBlockError("its heads are not those of the other layers")
+        norms = norms_of(layer, self._norm)
+        gates = mixer is None and has_gates(layer.self_attn)
+        if norms.after is not None and (gates or mixer is not None):
+            raise UnusualBlockError("a norm follows a recurrent layer, or gates of attention")
+        linears = [*heads, _whole(output), *gated, _whole(part_of(mlp, DOWN))]
         own = [one.weight for one in linears if not self._int8]
-        plain = [*own, *(one.bias for one in linears), *norms]
+        plain = [
+            *own,
+            *(one.bias for one in linears),
+            *norms,
+            *(() if mixer is None else (mixer.filter, mixer.norm)),
+        ]
         dtypes = {DTYPE if isinstance(one, Packed) else one.dtype for one in plain if one is not None}
         if dtypes != {self._dtype}:
             raise UnusualBlockError("its weights are of several dtypes")
@@ -149,8 +173,27 @@ class FusedPass:
         tensors = [*(tensor for one in linears for tensor in one.tensors), *norms]
         self._keep(tensors)
         pointers = [None if norm is None else norm.data_ptr() for norm in norms]
-        whole = norms.query is not None and norms.query.numel() > shape["dim"]
-        return Block(*(one.struct for one in linears), *pointers, whole_norms=whole)
+        structs = [one.struct for one in linears]
+        structs[len(heads) : len(heads)] = [LinearStruct()] * (4 - len(heads))
+        block = Block(*structs, *pointers, gates=gates)
+        block.whole_norms = norms.query is not None and norms.query.numel() > self._shape["dim"]
+        if mixer is not None:
+            self._mixers[index] = Mixer(index, mixer)
+            block.mixer = ctypes.addressof(self._mixers[index].struct)
+        return block
+
+    def _heads(self, attention: Any) -> list[_Weights]:
+        """The projections to queries, keys and values."""
+        shape = self._shape
+        queries, keys = shape["heads"] * shape["dim"], shape["kv_heads"] * shape["dim"]
+        sizes = (1 + has_gates(attention)) * queries, keys, keys
+        if hasattr(attention, "qkv_proj"):
+            return _whole(attention.qkv_proj).parts(sizes)
+        heads = [_whole(getattr(attention, f"{name}_proj")) for name in "qkv"]
+        for head, size in zip(heads, sizes, strict=True):
+            if (head.outputs, head.inputs) != (size, shape["hidden"]):
+                raise UnusualBlockError("its heads are not those of the other layers")
+        return heads
 
     def _keep(self, tensors: Sequence[Tensor | None]) -> None:
         """Keep the memory of these tensors alive, even if the module moves."""
@@ -160,12 +203,12 @@ class FusedPass:
         self._alive += kept
 
 
-def _shape(decoder: Any, layer: Any) -> dict[str, Any]:
+def _shape(decoder: Any, down: Any) -> dict[str, Any]:
     """The sizes that all layers share."""
-    norm = decoder.norm
+    norm = part_of(decoder, LAST_NORMS)
     if norm.weight.dtype not in native.DTYPES or norm.weight.device.type != "cpu":
         raise UnusualBlockError(f"its weights are {norm.weight.dtype} on {norm.weight.device}")
-    return shape_of(decoder) | {"inner": _whole(layer.mlp.down_proj).inputs}
+    return shape_of(decoder) | {"inner": _whole(down).inputs}
 
 
 def _whole(linear: Any) -> _Weights:

@@ -43,7 +43,9 @@ class LayerWeights(NamedTuple):
         """The struct for the kernel."""
         structs = [LinearStruct.of(linear.weight) for linear in self.linears]
         if len(structs) == 2:
-            structs = [LinearStruct(), *structs, *[LinearStruct()] * 4]
+            structs = [LinearStruct(), *structs, *[LinearStruct()] * 5]
+        else:
+            structs.insert(3, LinearStruct())
         norm, mlp_norm, token_norm = (
             None if norm is None else norm.data_ptr() for norm in (self.norm, self.mlp_norm, self.token_norm)
         )
@@ -81,7 +83,7 @@ class FusedLayers:
         whole, hidden = len(layers[0].linears) > 2, layers[0].norm.numel()
         inner = layers[0].linears[6].in_features if whole else 0
         self._dtype, self._blocks = layers[0].norm.dtype, (Block * len(layers))(*(layer.struct for layer in layers))
-        self._arenas = Arenas(len(layers), shape["kv_heads"], shape["dim"], self._dtype)
+        self._arenas = Arenas([True] * len(layers), shape["kv_heads"], shape["dim"], self._dtype)
         shape["heads"] *= whole
         self._fixed = Pass(
             number_type=native.number_type(self._dtype), layers=len(layers), hidden=hidden, width=hidden, inner=inner,

@@ -12,6 +12,7 @@ from medusa.attention import TreePlan
 from medusa.cache import BlockPool
 from medusa.cpu import native
 from medusa.cpu.native import LinearStruct
+from medusa.cpu.recurrence import addresses
 
 _INT, _FLOAT, _POINTER = ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
 
@@ -20,12 +21,12 @@ class Block(ctypes.Structure):
     """The weights of a layer, and how it attends: ``Block`` of the kernel."""
 
     _fields_ = [
-        *[(name, LinearStruct) for name in ("query", "key", "value", "output", "gate", "up", "down")],
+        *[(name, LinearStruct) for name in ("query", "key", "value", "more", "output", "gate", "up", "down")],
         *[
             (name, _POINTER)
-            for name in ("norm", "after", "mlp_norm", "mlp_after", "query_norm", "key_norm", "token_norm")
+            for name in ("norm", "after", "mlp_norm", "mlp_after", "query_norm", "key_norm", "token_norm", "mixer")
         ],
-        *[(name, _INT) for name in ("whole_norms", "rotary", "window", "chunk", "tap")],
+        *[(name, _INT) for name in ("gates", "whole_norms", "rotary", "window", "chunk", "tap")],
     ]
 
 
@@ -46,7 +47,7 @@ class Pass(ctypes.Structure):
         ("table", _POINTER), ("table_stride", _INT), ("table_rows", _INT),
         *[(name, _POINTER) for name in ("cosines", "sines", "query_scales", "norm")],
         ("embeddings", LinearStruct),
-        *[(name, _POINTER) for name in ("states", "out", "blocks", "keys", "values")],
+        *[(name, _POINTER) for name in ("states", "out", "blocks", "keys", "values", "memories")],
     ]  # fmt: skip
 
 
@@ -54,42 +55,42 @@ class Arenas:
     """The addresses of the keys and values of a pool's layers.
 
     Args:
-        layers: Number of layers.
+        layers: Which of the pool's layers have keys and values; the others have no address.
         kv_heads: Key heads of a layer.
         dim: Head size.
         dtype: Dtype of keys and values.
     """
 
-    def __init__(self, layers: int, kv_heads: int, dim: int, dtype: torch.dtype) -> None:
+    def __init__(self, layers: Sequence[bool], kv_heads: int, dim: int, dtype: torch.dtype) -> None:
         self._layers, self._like = layers, torch.empty(1, kv_heads, 1, dim, dtype=dtype)
         self._found: tuple[weakref.ref[Tensor], tuple[Any, Any]] | None = None  # for the pool of the last pass
 
     def __call__(self, pool: BlockPool) -> tuple[Any, Any]:
         """Addresses by layer. They are looked up again if the first layer has moved, since all layers move together."""
-        arenas, found = pool.arenas[: self._layers], self._found
-        first = arenas[0].keys
+        found = self._found
+        arenas = [arena if here else None for arena, here in zip(pool.arenas, self._layers, strict=False)]
+        first = next((arena.keys for arena in arenas if arena is not None), None)
         if found is not None and first is not None and found[0]() is first:
             return found[1]
         for arena in arenas:
-            if arena.keys is None:
+            if arena is not None and arena.keys is None:
                 arena.allocate(pool.cache.blocks, self._like, self._like)
-        addresses = _POINTER * len(arenas)
-        keys, values = zip(*(arena.buffers for arena in arenas), strict=True)
-        pair = addresses(*(x.data_ptr() for x in keys)), addresses(*(x.data_ptr() for x in values))
-        self._found = weakref.ref(keys[0]), pair
-        return pair
+        buffers = [[None, None] if arena is None else arena.buffers for arena in arenas]
+        keys, values = (addresses(of_layers) for of_layers in zip(*buffers, strict=True))
+        first = next(buffer for buffer, _ in buffers if buffer is not None)
+        self._found = weakref.ref(first), (keys, values)
+        return keys, values
 
 
 def run(
     fixed: Pass, dtype: torch.dtype, plan: TreePlan, angles: Sequence[tuple[Tensor, Tensor]], keys: Any, values: Any,
-    states: Tensor | None = None,
+    states: Tensor | None = None, memories: Any = None,
 ) -> Tensor:  # fmt: skip
-    """Run a pass with these fixed arguments; keys and values are addresses by layer."""
+    """Run a pass with these fixed arguments; keys and values are addresses by layer, as ``memories`` are structs."""
     firsts = (_INT * (len(plan.sizes) + 1))(*plan.firsts)
     tokens, parents, lengths = plan.tokens.contiguous(), plan.parents.contiguous(), plan.lengths.contiguous()
     at = Pass.from_buffer_copy(fixed)  # several threads may decode
-    addresses = _POINTER * len(angles)
-    cosines, sines = (addresses(*(one.data_ptr() for one in tables)) for tables in zip(*angles, strict=True))
+    cosines, sines = (addresses(tables) for tables in zip(*angles, strict=True))
     out = torch.empty(plan.rows, at.width, dtype=dtype)
     at.threads, at.batch = torch.get_num_threads(), len(plan.sizes)
     at.computed, at.together = plan.computed, plan.together
@@ -100,6 +101,7 @@ def run(
     at.out, blocks = out.data_ptr(), plan.table.blocks
     at.skipped = None if plan.skipped is None else plan.skipped.data_ptr()
     at.states = None if states is None else states.data_ptr()
+    at.memories = None if memories is None else ctypes.addressof(memories)
     at.table, at.table_stride, at.table_rows = blocks.data_ptr(), blocks.stride(0), plan.table.size
     native.kernels().medusa_pass(ctypes.byref(at))
     return out

@@ -1,6 +1,8 @@
 """The kernels of recurrent layers (kernels/recurrence.h); ``medusa.recurrence.rules`` says what they compute."""
 
 import ctypes
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,9 +14,18 @@ class _Recurring(ctypes.Structure):
     """``Recurring`` of recurrence.h."""
 
     _fields_ = [
-        *[(name, ctypes.c_int64) for name in ("threads", "texts", "rows", "heads", "keys", "values")],
-        *[(name, ctypes.c_void_p) for name in ("query", "key", "value", "decay", "rate", "state", "seen")],
-        *[(name, ctypes.c_void_p) for name in ("out", "end")],
+        *[(name, ctypes.c_int64) for name in ("threads", "texts", "heads", "keys", "values")],
+        *[(name, ctypes.c_void_p) for name in ("firsts", "above", "query", "key", "value", "decay", "rate")],
+        *[(name, ctypes.c_void_p) for name in ("states", "out", "ends")],
+    ]
+
+
+class Filter(ctypes.Structure):
+    """``Filter`` of recurrence.h."""
+
+    _fields_ = [
+        *[(name, ctypes.c_int64) for name in ("channels", "width", "silu")],
+        *[(name, ctypes.c_void_p) for name in ("weight", "bias")],
     ]
 
 
@@ -22,8 +33,9 @@ class _Convolving(ctypes.Structure):
     """``Convolving`` of recurrence.h."""
 
     _fields_ = [
-        *[(name, ctypes.c_int64) for name in ("number_type", "threads", "rows", "channels", "width", "silu")],
-        *[(name, ctypes.c_void_p) for name in ("inputs", "taken", "weight", "bias", "out")],
+        *[(name, ctypes.c_int64) for name in ("number_type", "threads", "rows")],
+        ("filter", Filter),
+        *[(name, ctypes.c_void_p) for name in ("inputs", "taken", "out")],
     ]
 
 
@@ -37,25 +49,46 @@ def recur(
     seen: Tensor | None,
 ) -> tuple[Tensor | None, Tensor | None]:
     """``medusa.recurrence.rules.recur`` of tensors in float32 on a CPU."""
-    given = [None if x is None else x.contiguous() for x in (query, key, value, decay, rate, state, seen)]
-    out = None if query is None else torch.empty_like(value, memory_format=torch.contiguous_format)
-    end = None if seen is not None else torch.empty_like(state, memory_format=torch.contiguous_format)
+    given = [None if x is None else x.contiguous() for x in (query, key, value, decay, rate)]
     texts, rows, heads, keys = key.shape
+    place, state = torch.arange(rows), state.contiguous()
+    if seen is None:
+        above = (place - 1).repeat(texts)
+    else:
+        above = torch.where(seen & (place < place[:, None]), place, -1).amax(-1).contiguous()
+    out = None if query is None else torch.empty_like(value, memory_format=torch.contiguous_format)
+    end = None if seen is not None else torch.empty_like(state)
+    firsts = (ctypes.c_int64 * (texts + 1))(*range(0, texts * rows + 1, rows))
+    states, ends = addresses(state), addresses([None] * texts if end is None else end)
     kernels().medusa_recur(ctypes.byref(_Recurring(
-        torch.get_num_threads(), texts, rows, heads, keys, value.shape[3],
-        *(None if x is None else x.data_ptr() for x in (*given, out, end)),
+        torch.get_num_threads(), texts, heads, keys, value.shape[3], ctypes.addressof(firsts), above.data_ptr(),
+        *(None if x is None else x.data_ptr() for x in given), ctypes.addressof(states),
+        None if out is None else out.data_ptr(), ctypes.addressof(ends),
     )))  # fmt: skip
     return out, end
+
+
+def addresses(tensors: Iterable[Tensor | None]) -> Any:
+    """An array of the addresses of these tensors; the tensors must outlive its use."""
+    found = [None if x is None else x.data_ptr() for x in tensors]
+    return (ctypes.c_void_p * len(found))(*found)
+
+
+def filter_of(weight_CW: Tensor, bias: Tensor | None, silu: bool) -> tuple[Filter, list[Tensor]]:
+    """A convolution for the kernels, and the tensors that must outlive it."""
+    weight = weight_CW.T.float().contiguous()
+    kept = [weight] if bias is None else [weight, bias.float().contiguous()]
+    width, channels = weight.shape
+    return Filter(channels, width, silu, *(x.data_ptr() for x in kept)), kept
 
 
 def convolve(inputs: Tensor, taken: Tensor, weight: Tensor, bias: Tensor | None, silu: bool) -> Tensor:
     """``medusa.recurrence.rules.convolve`` of inputs for which ``native.reads`` is true."""
     inputs, taken = inputs.contiguous(), taken.contiguous()
-    weight, bias = weight.T.float().contiguous(), None if bias is None else bias.float().contiguous()
+    struct, _alive = filter_of(weight, bias, silu)
     out = inputs.new_empty(len(taken), inputs.shape[1])
     kernels().medusa_convolve(ctypes.byref(_Convolving(
-        number_type(inputs.dtype), torch.get_num_threads(), *out.shape, taken.shape[1], silu,
-        inputs.data_ptr(), taken.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr(),
-        out.data_ptr(),
+        number_type(inputs.dtype), torch.get_num_threads(), len(out), struct,
+        inputs.data_ptr(), taken.data_ptr(), out.data_ptr(),
     )))  # fmt: skip
     return out

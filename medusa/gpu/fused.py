@@ -18,11 +18,19 @@ from torch.nn import functional
 from medusa.attention import Scoring, TreePlan
 from medusa.attention.hook import attend_rows
 from medusa.base.usual_block import (
+    DOWN,
+    GATE,
+    GATE_AND_UP,
+    LAST_NORMS,
+    MLPS,
+    OUTPUTS,
+    UP,
     BlockNorms,
     UnusualBlockError,
     check_decoder,
     embedding_scale,
     norms_of,
+    part_of,
     query_scales_of,
     rotaries_of,
     shape_of,
@@ -85,7 +93,8 @@ class FusedPass:
 
     def __init__(self, decoder: Any, taps: Sequence[int], context_length: int) -> None:
         check_decoder(decoder)
-        shape, norm = shape_of(decoder), decoder.norm.weight
+        shape, self._norm = shape_of(decoder), part_of(decoder, LAST_NORMS)
+        norm = self._norm.weight
         embedding_scale(decoder.embed_tokens)  # that they are usual ones: the module itself is called
         placed = {(weight.dtype, weight.device) for weight in decoder.parameters()}
         if len(placed) > 1 or norm.dtype not in DTYPES:
@@ -103,7 +112,7 @@ class FusedPass:
     def __call__(self, pool: BlockPool, plan: TreePlan) -> Tensor:
         """Hidden states [R, F] of a pass's rows; their keys and values go into the pool."""
         rows = plan.positions.clamp(max=self._context - 1), plan.places
-        angles = [rotary.tables(plan.kv_length, self._decoder.norm.weight) for rotary in self._rotaries]
+        angles = [rotary.tables(plan.kv_length, self._norm.weight) for rotary in self._rotaries]
         x_RD: Tensor = self._decoder.embed_tokens(plan.tokens)
         x_RD = x_RD.mul_(self._shape["multiplier"]) if self._shape["multiplier"] != 1 else x_RD
         width = x_RD.shape[1]
@@ -121,22 +130,26 @@ class FusedPass:
             output_RD = layer.output(mixed_RHd.flatten(1))
             self._add_norm(x_RD, output_RD, layer.norms.after, layer.norms.mlp_before, normed_RD)
             added_RD, after = layer.down(self._gate(layer.gated(normed_RD))), layer.norms.mlp_after
-        self._add_norm(x_RD, added_RD, after, self._decoder.norm.weight, out_RF[:, :width])
+        self._add_norm(x_RD, added_RD, after, self._norm.weight, out_RF[:, :width])
         _tap(self._layers[-1], x_RD, out_RF)
         return out_RF
 
     def _read(self, layer: Any, rotary: int, tap: int | None) -> _Layer:
-        attention, mlp, shape = layer.self_attn, layer.mlp, self._shape
+        attention, mlp, shape = layer.self_attn, part_of(layer, MLPS), self._shape
         heads = [attention.qkv_proj] if hasattr(attention, "qkv_proj") else [
             getattr(attention, f"{name}_proj") for name in "qkv"
         ]  # fmt: skip
-        gated = [mlp.gate_up_proj] if hasattr(mlp, "gate_up_proj") else [mlp.gate_proj, mlp.up_proj]
+        gated = (
+            [part_of(mlp, GATE_AND_UP)]
+            if part_of(mlp, GATE_AND_UP) is not None
+            else [part_of(mlp, GATE), part_of(mlp, UP)]
+        )
         joined = _joined(heads)
         if len(joined.weight) != (shape["heads"] + 2 * shape["kv_heads"]) * shape["dim"]:
             raise UnusualBlockError("its heads are not those of the other layers")
-        norms = norms_of(layer, self._decoder.norm)
+        norms = norms_of(layer, self._norm)
         head_norms = None if norms.query is None or norms.key is None else torch.cat([norms.query, norms.key]).detach()
-        output, down = _joined([attention.o_proj]), _joined([mlp.down_proj])
+        output, down = _joined([part_of(attention, OUTPUTS)]), _joined([part_of(mlp, DOWN)])
         return _Layer(joined, output, _joined(gated), down, norms, head_norms, rotary, tap)
 
     def _add_norm(
@@ -186,7 +199,7 @@ class FusedPass:
         whole = norms is not None and len(norms) > 2 * dim
         with torch.cuda.device_of(joined):
             turn_kernel[(len(joined), heads + 2 * kv_heads)](
-                joined, *rows, *kind, self._decoder.norm.weight if norms is None else norms, query, keys, values,
+                joined, *rows, *kind, self._norm.weight if norms is None else norms, query, keys, values,
                 self._shape["epsilon"], self._shape["offset"],
                 HEADS=heads, KV_HEADS=kv_heads, DIM=dim, BLOCK=triton.next_power_of_2(dim),
                 ROTATED=0 if layer.rotary < 0 else kind[0].shape[1], NORM=norms is not None, WHOLE=whole,

@@ -164,7 +164,7 @@ class RecurrentPass:
         self.layer = 0
 
     @cached_property
-    def _chains(self) -> list[bool]:
+    def chains(self) -> list[bool]:
         """Whether the rows of each text follow each other."""
         plan = self._plan
         chains = [draft.straight for draft in plan.drafts for _ in draft.row_sizes]
@@ -174,25 +174,33 @@ class RecurrentPass:
     def _groups(self) -> list[list[int]]:
         """The texts that are computed together: all, if their trees have one size and are or are not chains."""
         every, alike = list(range(len(self._plan.sizes))), self._plan.uniform is not None
-        return [every] if alike and len(set(self._chains)) == 1 else [[index] for index in every]
+        return [every] if alike and len(set(self.chains)) == 1 else [[index] for index in every]
 
     def convolve(self, rows_RC: Tensor, weight_CW: Tensor, bias_C: Tensor | None, silu: bool) -> Tensor:
         """The causal convolution [R, C] of the rows, each behind its ancestors and the text before them."""
-        plan, part, width = self._plan, (self.layer, "convolution"), weight_CW.shape[1] - 1
+        width = weight_CW.shape[1] - 1
+        windows = self.windows(width, rows_RC)
+        self.keep_inputs(windows, rows_RC)
+        taken_RW = self.taken(width).to(rows_RC.device)
+        return convolve(torch.cat([*windows, rows_RC]), taken_RW, weight_CW, bias_C, silu)
 
-        def advance(window: Tensor, rows: Sequence[Tensor]) -> Tensor:
-            return torch.cat([window, rows[0]])[-width:].clone()
+    def windows(self, width: int, like_RC: Tensor) -> list[Tensor]:
+        """The last inputs [width, C] of the layer's convolution before the rows of each text."""
+        found = []
+        for text, length in self._plan.texts:
+            window = self._states.before(text, (self.layer, "convolution"), length, _move_window)
+            found.append(like_RC.new_zeros(width, like_RC.shape[1]) if window is None else window)
+        return found
 
-        windows = []
-        for text, length in plan.texts:
-            window = self._states.before(text, part, length, advance)
-            windows.append(rows_RC.new_zeros(width, rows_RC.shape[1]) if window is None else window)
-        inputs_MC = torch.cat([*windows, rows_RC])
-        taken_RW = plan.once(("convolution", width), lambda: self._taken(width))
-        for index, (window, own) in enumerate(zip(windows, rows_RC.split(plan.sizes), strict=True)):
-            end = advance(window, [own]) if self._chains[index] else None
-            self._keep(index, part, window, (own,), end)
-        return convolve(inputs_MC, taken_RW.to(rows_RC.device), weight_CW, bias_C, silu)
+    def keep_inputs(self, windows: Sequence[Tensor], rows_RC: Tensor) -> None:
+        """Keep what the layer's convolution has read: ``windows``, and the inputs of the rows."""
+        part = self.layer, "convolution"
+        for index, (window, own) in enumerate(zip(windows, rows_RC.split(self._plan.sizes), strict=True)):
+            self._keep(index, part, window, (own,), _move_window(window, [own]) if self.chains[index] else None)
+
+    def taken(self, width: int) -> Tensor:
+        """[R, width + 1] int64 indices of each row's inputs: windows of all texts come first, then all rows."""
+        return self._plan.once(("convolution", width), lambda: self._taken(width))
 
     def recur(self, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, rate: Tensor | None) -> Tensor:
         """Outputs [R, H, V] of the rows, see ``rules.recur``.
@@ -204,40 +212,41 @@ class RecurrentPass:
             decay: [R, H].
             rate: [R, H], or None.
         """
-        plan, part = self._plan, (self.layer, "state")
+        plan, outs = self._plan, []
         given = [x.float() for x in ([key, value, decay] if rate is None else [key, value, decay, rate])]
-        shape = key.shape[1], key.shape[2], value.shape[2]
-
-        def advance(state: Tensor, rows: Sequence[Tensor]) -> Tensor:
-            key, value, decay, *rate = (x[None] for x in rows)
-            end = recur(None, key, value, decay, rate[0] if rate else None, state[None])[1]
-            assert end is not None, "the rows are a chain"
-            return end[0]
-
-        outs = []
+        states = self.states(key.new_zeros(0, dtype=torch.float32), (key.shape[1], key.shape[2], value.shape[2]))
+        ends: list[Tensor | None] = []
         for group in self._groups:
             size, rows = plan.sizes[group[0]], slice(plan.firsts[group[0]], plan.firsts[group[-1] + 1])
-            states = [self._states.before(*self._at(index, part), advance) for index in group]
-            states_B = [key.new_zeros(shape, dtype=torch.float32) if state is None else state for state in states]
+            states_B = [states[index] for index in group]
             state_B = torch.stack(states_B) if len(group) > 1 else states_B[0][None]
             query_B, key_B, value_B, decay_B, *rate_B = (
                 x[rows].unflatten(0, (-1, size)) for x in (query.float(), *given)
             )
-            chain = self._chains[group[0]]
+            chain = self.chains[group[0]]
             seen = None if chain else plan.ancestors[rows, :size].unflatten(0, (-1, size)).to(key.device)
             out, end_B = recur(query_B, key_B, value_B, decay_B, rate_B[0] if rate_B else None, state_B, seen)
             assert out is not None, "there are queries"
             outs.append(out.flatten(0, 1))
-            for place, index in enumerate(group):
-                own = slice(plan.firsts[index], plan.firsts[index + 1])
-                # With other texts a clone: a view would keep what the whole pass computed.
-                end = None if end_B is None else end_B[place] if len(group) == 1 else end_B[place].clone()
-                self._keep(index, part, states_B[place], tuple(x[own] for x in given), end)
+            # With other texts a clone: a view would keep what the whole pass computed.
+            alone = len(group) == 1
+            ends += [None] * len(group) if end_B is None else [end if alone else end.clone() for end in end_B]
+        self.keep_rows(states, given, ends)
         return torch.cat(outs) if len(outs) > 1 else outs[0]
 
-    def _at(self, index: int, part: object) -> tuple[int, object, int]:
-        text, length = self._plan.texts[index]
-        return text, part, length
+    def states(self, like: Tensor, shape: tuple[int, int, int]) -> list[Tensor]:
+        """The layer's state [H, K, V] before the rows of each text."""
+        found = []
+        for text, length in self._plan.texts:
+            state = self._states.before(text, (self.layer, "state"), length, _apply_rows)
+            found.append(like.new_zeros(shape) if state is None else state)
+        return found
+
+    def keep_rows(self, states: Sequence[Tensor], given: Sequence[Tensor], ends: Sequence[Tensor | None]) -> None:
+        """Keep the layer's states, the inputs [R, ...] of the rows, and the states after chains."""
+        for index, (state, end) in enumerate(zip(states, ends, strict=True)):
+            own = slice(self._plan.firsts[index], self._plan.firsts[index + 1])
+            self._keep(index, (self.layer, "state"), state, tuple(x[own] for x in given), end)
 
     def _keep(self, index: int, part: object, state: Tensor, rows: tuple[Tensor, ...], end: Tensor | None) -> None:
         text, length = self._plan.texts[index]
@@ -258,3 +267,14 @@ class RecurrentPass:
         for _ in range(width):
             taken.append(above[taken[-1]])
         return torch.stack(taken[::-1], dim=1)
+
+
+def _move_window(window: Tensor, rows: Sequence[Tensor]) -> Tensor:
+    return torch.cat([window, rows[0]])[-len(window) :].clone()
+
+
+def _apply_rows(state: Tensor, rows: Sequence[Tensor]) -> Tensor:
+    key, value, decay, *rate = (x[None] for x in rows)
+    end = recur(None, key, value, decay, rate[0] if rate else None, state[None])[1]
+    assert end is not None, "the rows are a chain"
+    return end[0]

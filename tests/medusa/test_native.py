@@ -23,7 +23,7 @@ from medusa.noise import gumbel_noise, gumbel_of, keys
 from medusa.state import DecodeState
 from medusa.tree import Draft, Tree
 from tests.medusa.passes import prefill, verify
-from tests.medusa.test_conformance import FAMILIES, FUSED, config_of, tiny
+from tests.medusa.test_conformance import FAMILIES, FUSED, RECURRENT, config_of, tiny
 
 pytestmark = pytest.mark.skipif(not available(), reason="there is no C++ compiler here")
 
@@ -204,7 +204,7 @@ def rows_of(base, lengths=(40, 3)):
         one.length = length
     tokens = torch.randint(3, base.vocab_size, (len(lengths), tree.nodes)).to(device)
     tree_rows = verify(base, sequences, Draft.of(tokens, tree.parents.to(device).expand_as(tokens), tree.depth))
-    keys, cached = pool.arenas[-1].keys.flatten(0, 1), []
+    keys, cached = next(arena.keys for arena in pool.arenas[::-1] if arena.keys is not None).flatten(0, 1), []
     for one, length in zip(sequences, lengths, strict=True):
         table = BlockTable(pool.tables.of([one.line]), pool.size)
         rows = keys[table.places(torch.arange(length + tree.nodes, device=device)[None])[0]]
@@ -217,7 +217,10 @@ def rows_of(base, lengths=(40, 3)):
 def test_a_fused_pass_computes_what_the_family_computes(family):
     base, _ = tiny(family, "exact")
     base = base.tapped((3, 1))
-    torch.testing.assert_close(rows_of(base.with_fused_pass()), rows_of(base), atol=2e-4, rtol=2e-4)
+    close = (
+        1e-3 if family in RECURRENT else 2e-4
+    )  # short keys are divided by their length, which enlarges rounding errors
+    torch.testing.assert_close(rows_of(base.with_fused_pass()), rows_of(base), atol=close, rtol=close)
 
 
 @pytest.mark.parametrize(("family", "dtype"), list(zip(FUSED, [BF16, F16] * len(FUSED), strict=False)), ids=str)

@@ -1,5 +1,6 @@
 // A decoder's whole pass over tree rows, for families whose layers are the usual block: norm, attention with rotary
-// positions, residual, norm, gated MLP, residual; norms may stand behind attention and the MLP too, or only there.
+// positions, residual, norm, gated MLP, residual; norms may stand behind attention and the MLP too, or only there. In
+// place of attention, some layers may be recurrent (mixer.h).
 // Numbers are rounded to T where transformers rounds them.
 //
 // One team of threads runs through all layers; a stage ends where the next reads what another thread wrote.
@@ -8,13 +9,16 @@
 
 #include "attention.h"
 #include "int8.h"
+#include "mixer.h"
 #include "tiles.h"
 
 struct Block {
-    Linear query, key, value, output, gate, up, down;
+    Linear query, key, value, more, output, gate, up, down;  // the first four read the same; see Mixer for recurrent layers
     const void *norm, *after, *mlp_norm, *mlp_after;  // weights of norms before and after attention and the MLP, or null
     const void *query_norm, *key_norm;                // or null
     const void* token_norm;                           // of embeddings that are read in front of the state, or null
+    const Mixer* mixer;                               // or null: attention
+    int64_t gates;                                    // 1 = a head's gate of its output follows each head of queries
     int64_t whole_norms;                              // 1 = queries and keys are normed over all heads, 0 = head by head
     int64_t rotary;                                   // which positions turn queries and keys; -1 = none
     int64_t window, chunk;                            // 0 = none
@@ -42,6 +46,7 @@ struct Pass {
     void* out;                      // [rows, width]: the last hidden state, then what is tapped
     const Block* blocks;
     void *const *keys, *const *values;  // of each layer, [blocks, size, kv heads, D]
+    const Memory* memories;             // of each layer, or null: none is recurrent
 };
 
 constexpr int64_t SLAB = 512;      // rows whose inner numbers are kept at a time
@@ -54,11 +59,13 @@ template <class T, class W> class Run {  // W: how its weights are met
     static constexpr int64_t GROUP = W::rows(1);  // rows that are arranged together where they are many
     const int64_t rows = at.firsts[at.batch] - at.computed * at.batch;
     const int64_t wide_hidden = W::room(at.hidden), wide_inner = W::room(at.inner);
-    const int64_t queries = at.heads * at.dim, keys = at.kv_heads * at.dim, wide_queries = W::room(queries);
+    const int64_t queries = at.heads * at.dim, keys = at.kv_heads * at.dim;
     Buffer<T> stream, projected;
     Buffer<typename W::number> x, gated;
     std::vector<T> query, attended;
     std::vector<int64_t> positions, places;  // of each row in its text, and in the cache
+    std::vector<int64_t> above;              // the row before each, in its tree; -1 = none
+    Buffer<float> asked, recurred, skipped;  // queries, outputs and what is added to them, of recurrent layers
     typedef Team::Member Member;
 
     // A row divided by its root mean square, times a weight.
@@ -127,16 +134,20 @@ template <class T, class W> class Run {  // W: how its weights are met
         });
     }
 
+    static int64_t width(const Block& block) {  // of a row of queries, keys and values
+        return block.query.outputs + block.key.outputs + block.value.outputs + block.more.outputs;
+    }
+
     // Queries, keys and values of all rows, side by side.
     void project(const Block& block, Member& member) {
         if (block.token_norm) project(block, joined_rows(member, block), member);
         else project(block, normed_rows(member, block.norm), member);
     }
     template <class From> void project(const Block& block, From from, Member& member) {
-        const int64_t total = queries + 2 * keys;
+        const int64_t total = width(block);
         member.share(total, W::OUTPUTS, [&](int64_t begin, int64_t end) {
             int64_t before = 0;
-            for (const Linear* layer : {&block.query, &block.key, &block.value}) {
+            for (const Linear* layer : {&block.query, &block.key, &block.value, &block.more}) {
                 const int64_t first = std::max(begin, before), last = std::min(end, before + layer->outputs);
                 if (first < last) W::linear(*layer, from(), rows, projected.data() + before, total, first - before, last - before);
                 before += layer->outputs;
@@ -144,11 +155,11 @@ template <class T, class W> class Run {  // W: how its weights are met
         });
     }
 
-    // Heads of queries or of keys, normed in place where the family does so.
-    void norm_heads(const Block& block, const void* weight, int64_t count, T* heads) const {
-        const int64_t width = block.whole_norms ? count * at.dim : at.dim;
-        if (weight)
-            for (int64_t i = 0; i < count * at.dim; i += width) normed(heads + i, weight, width, heads + i);
+    // Heads of queries or of keys, so far apart, normed in place where the family does so.
+    void norm_heads(const Block& block, const void* weight, int64_t count, int64_t apart, T* heads) const {
+        if (!weight) return;
+        if (block.whole_norms) return normed(heads, weight, count * at.dim, heads);
+        for (int64_t i = 0; i < count; i++) normed(heads + i * apart, weight, at.dim, heads + i * apart);
     }
 
     // One head's numbers, turned by the row's position; products are rounded as angles are. Where neighbours are turned,
@@ -174,22 +185,23 @@ template <class T, class W> class Run {  // W: how its weights are met
     }
 
     void place_heads(const Block& block, void* cached_keys, void* cached_values, Member& member) {
-        const int64_t total = queries + 2 * keys;
+        const int64_t total = width(block), apart = (1 + block.gates) * at.dim, first_key = at.heads * apart;
         member.share(rows, [&](int64_t r) {
             const int64_t place = places[r];
             T* from = &projected[r * total];
-            norm_heads(block, block.query_norm, at.heads, from), norm_heads(block, block.key_norm, at.kv_heads, from + queries);
+            norm_heads(block, block.query_norm, at.heads, apart, from);
+            norm_heads(block, block.key_norm, at.kv_heads, at.dim, from + first_key);
             const auto turn = [&](int64_t d, T* to) {
                 at.wide_angles ? turned<float>(block, from + d, positions[r], to) : turned<T>(block, from + d, positions[r], to);
             };
-            for (int64_t d = 0; d < queries; d += at.dim) turn(d, &query[r * queries + d]);
+            for (int64_t h = 0; h < at.heads; h++) turn(h * apart, &query[r * queries + h * at.dim]);
             if (at.query_scales)
                 for_vectors(queries, [&](int64_t i, int here) {
                     T* to = &query[r * queries + i];
                     put(rounded(wide(to, here) * splat(at.query_scales[positions[r]]), T()), to, here);
                 });
-            for (int64_t d = 0; d < keys; d += at.dim) turn(queries + d, (T*)cached_keys + place * keys + d);
-            std::memcpy((T*)cached_values + place * keys, from + queries + keys, keys * sizeof(T));
+            for (int64_t d = 0; d < keys; d += at.dim) turn(first_key + d, (T*)cached_keys + place * keys + d);
+            std::memcpy((T*)cached_values + place * keys, from + first_key + keys, keys * sizeof(T));
         });
     }
 
@@ -249,16 +261,44 @@ template <class T, class W> class Run {  // W: how its weights are met
         member.share(count, [&](int64_t r) { normed(&projected[r * at.hidden], norm, at.hidden, sums + r * at.hidden); });
     }
 
+    // What attention gives a row, times the sigmoid of its gates where it has some.
+    void let_through(const Block& block, int64_t r, float* to) const {
+        if (!block.gates) return copied(&attended[r * queries], queries, to);
+        const T* gates = &projected[r * width(block) + at.dim];
+        for (int64_t h = 0; h < at.heads; h++)
+            for_vectors(at.dim, [&](int64_t d, int here) {
+                vf open[1] = {splat(1.f)}, gate[1] = {wide(gates + 2 * h * at.dim + d, here)};
+                times_sigmoid<T>(open, gate);
+                put(rounded(wide(&attended[r * queries + h * at.dim + d], here) * open[0], T()), to + h * at.dim + d, here);
+            });
+    }
+
+    // A recurrent layer in place of attention: a convolution, the recurrence, and gates.
+    void recur(const Block& block, const Memory& memory, Member& member) {
+        const Mixing<T> mixing{*block.mixer, memory, projected.data(), width(block), at.batch * (block.mixer->filter.width - 1)};
+        member.share(rows, [&](int64_t r) { mixing.take(r); });
+        if (block.mixer->kind != SHORT_CONVOLUTION) {
+            member.share(rows, [&](int64_t r) { mixing.prepare(r, asked.data(), skipped.data()); });
+            const Recurring recurring = mixing.recurring(at.batch, at.firsts, above.data(), asked.data(), recurred.data());
+            Recurrence recurrence(recurring);
+            member.share(Recurrence::pieces(recurring), [&](int64_t piece) { recurrence(piece); });
+        }
+        const auto mixed_rows = rows_for(member, block.output.in, [&](int64_t r, float* to) { mixing.give(r, recurred.data(), skipped.data(), to); });
+        add(block.output, block.after, mixed_rows, 0, rows, member);
+    }
+
     void layer(int64_t index, Work& work, Member& member) {
         const Block& block = at.blocks[index];
         project(block, member);
-        place_heads(block, at.keys[index], at.values[index], member);
-        if (!at.heads) return;
-        attend(block, at.keys[index], at.values[index], work, member);
-        const auto attended_rows = rows_for(member, queries, [this](int64_t r, float* to) {
-            copied(&attended[r * queries], queries, to);
-        });
-        add(block.output, block.after, attended_rows, 0, rows, member);
+        if (block.mixer) {
+            recur(block, at.memories[index], member);
+        } else {
+            place_heads(block, at.keys[index], at.values[index], member);
+            if (!at.heads) return;
+            attend(block, at.keys[index], at.values[index], work, member);
+            const auto attended_rows = rows_for(member, queries, [&](int64_t r, float* to) { let_through(block, r, to); });
+            add(block.output, block.after, attended_rows, 0, rows, member);
+        }
         auto from = normed_rows(member, block.mlp_norm);
         for (int64_t first = 0; first < rows; first += SLAB) {
             const int64_t count = std::min(SLAB, rows - first);
@@ -276,9 +316,16 @@ template <class T, class W> class Run {  // W: how its weights are met
 
   public:
     explicit Run(const Pass& pass) : at(pass) {
-        stream.resize(rows * at.hidden + LANES), projected.resize(rows * std::max(queries + 2 * keys, at.hidden));
-        const int64_t wide_read = at.blocks[0].token_norm ? W::room(2 * at.hidden) : wide_hidden;
-        if (rows > FEW) x.resize(W::rows(rows) * std::max(wide_read, wide_queries));
+        int64_t widest = at.hidden, read = at.blocks[0].token_norm ? 2 * at.hidden : std::max(at.hidden, queries);
+        for (const Block* block = at.blocks; block != at.blocks + at.layers; block++) {
+            widest = std::max(widest, width(*block)), read = std::max(read, block->output.in);
+            if (!block->mixer) continue;
+            const int64_t heads = rows * block->mixer->heads;
+            grow(asked, heads * block->mixer->keys + LANES), grow(recurred, heads * block->mixer->values + LANES);
+            if (block->mixer->kind == MAMBA) grow(skipped, heads * block->mixer->values + LANES);
+        }
+        stream.resize(rows * at.hidden + LANES), projected.resize(rows * widest + LANES);
+        if (rows > FEW) x.resize(W::rows(rows) * W::room(read));
         gated.resize(W::rows(std::min(rows, SLAB)) * wide_inner);
         query.resize(rows * queries), attended.resize(rows * queries);
         std::vector<int64_t> depth;
@@ -292,6 +339,7 @@ template <class T, class W> class Run {  // W: how its weights are met
                 const int64_t skipped = at.skipped ? at.skipped[b] : 0;
                 positions.push_back(std::min(at.lengths[b] + skipped + depth[n], at.context - 1));
                 places.push_back(at.table.place(b, at.lengths[b] + n));
+                above.push_back(n ? at.parents[first + n] : -1);
             }
         }
     }

@@ -5,13 +5,14 @@
 #include "vectors.h"
 
 struct Recurring {
-    int64_t threads, texts, rows, heads, keys, values;
-    const float *query, *key;      // [texts, rows, heads, keys]; no query: no outputs
-    const float* value;            // [texts, rows, heads, values]
-    const float *decay, *rate;     // [texts, rows, heads]; no rate: values are added as they are
-    const float* state;            // [texts, heads, keys, values]
-    const bool* seen;              // [texts, rows, rows], by a row: itself and its ancestors; none: rows are a chain
-    float *out, *end;              // [texts, rows, heads, values]; of a chain [texts, heads, keys, values]
+    int64_t threads, texts, heads, keys, values;
+    const int64_t *firsts, *above;  // [texts + 1] where the rows of each text begin; [rows] the row before, in its text, or -1
+    const float *query, *key;       // [rows, heads, keys]; no query: no outputs
+    const float* value;             // [rows, heads, values]
+    const float *decay, *rate;      // [rows, heads]; no rate: values are added as they are
+    const float* const* states;     // [texts] of [heads, keys, values]
+    float* out;                     // [rows, heads, values]
+    float* const* ends;             // [texts] of [heads, keys, values] after the rows of a chain; none: they are a tree
 };
 
 // Some columns of a head's state: each column goes its own way.
@@ -19,41 +20,32 @@ class Recurrence {
     static constexpr int N = ABREAST;
     static constexpr int64_t WIDTH = N * LANES;
     const Recurring& at;
-    Buffer<float> states;  // of nodes with children, [keys, WIDTH] each; the first is the one before the rows
-    std::vector<int64_t> above;
     std::vector<bool> needed;
 
-    int64_t parent(int64_t text, int64_t row) const {
-        if (!at.seen) return row - 1;
-        const bool* seen = at.seen + (text * at.rows + row) * at.rows;
-        int64_t node = row - 1;
-        while (node >= 0 && !seen[node]) node--;
-        return node;
-    }
-
   public:
-    explicit Recurrence(const Recurring& at) : at(at), above(at.rows), needed(at.rows) {}
+    explicit Recurrence(const Recurring& at) : at(at) {}
 
     static int64_t pieces(const Recurring& at) { return at.texts * at.heads * blocks(at); }
     static int64_t blocks(const Recurring& at) { return (at.values + WIDTH - 1) / WIDTH; }
 
     void operator()(int64_t piece) {
-        const int64_t first = piece % blocks(at) * WIDTH, head = piece / blocks(at) % at.heads, text = piece / blocks(at) / at.heads;
-        const int64_t here = std::min(WIDTH, at.values - first), K = at.keys, size = K * WIDTH;
-        const float* from = at.state + (text * at.heads + head) * K * at.values + first;
-        for (int64_t r = 0; r < at.rows; r++) {
-            above[r] = parent(text, r), needed[r] = !at.seen;
+        const int64_t column = piece % blocks(at) * WIDTH, head = piece / blocks(at) % at.heads, text = piece / blocks(at) / at.heads;
+        const int64_t here = std::min(WIDTH, at.values - column), K = at.keys, size = K * WIDTH;
+        const int64_t first = at.firsts[text], rows = at.firsts[text + 1] - first, place = head * K * at.values + column;
+        const int64_t* above = at.above + first;
+        float* end = at.ends[text];
+        needed.assign(rows, end);
+        for (int64_t r = 0; r < rows; r++)
             if (above[r] >= 0) needed[above[r]] = true;
+        thread_local Buffer<float> states;  // of rows that others follow, [keys, WIDTH] each; the first is the one before all
+        grow(states, size_t(size * (end ? 1 : rows + 1)));
+        for (int64_t i = 0; i < K; i++) move(at.states[text] + place + i * at.values, &states[i * WIDTH], here);
+        for (int64_t r = 0; r < rows; r++) {
+            const float* before = &states[end ? 0 : (above[r] + 1) * size];
+            row((first + r) * at.heads + head, column, here, before, needed[r] ? &states[end ? 0 : (r + 1) * size] : nullptr);
         }
-        grow(states, size_t(size * (at.seen ? at.rows + 1 : 1)));
-        for (int64_t i = 0; i < K; i++) move(from + i * at.values, &states[i * WIDTH], here);
-        for (int64_t r = 0; r < at.rows; r++) {
-            const float* before = &states[at.seen ? (above[r] + 1) * size : 0];
-            row((text * at.rows + r) * at.heads + head, first, here, before, needed[r] ? &states[at.seen ? (r + 1) * size : 0] : nullptr);
-        }
-        if (!at.end) return;
-        float* to = at.end + (text * at.heads + head) * K * at.values + first;
-        for (int64_t i = 0; i < K; i++) move(&states[i * WIDTH], to + i * at.values, here);
+        if (end)
+            for (int64_t i = 0; i < K; i++) move(&states[i * WIDTH], end + place + i * at.values, here);
     }
 
   private:
@@ -109,24 +101,32 @@ class Recurrence {
     }
 };
 
+// One row of a causal convolution of every channel, over what `input` gives for each of the row's `width` places.
+struct Filter {
+    int64_t channels, width, silu;
+    const float *weight, *bias;    // [width, channels] and [channels] or none
+
+    template <class T, class Input> void operator()(const int64_t* places, Input input, T* out) const {
+        for_vectors(channels, [&](int64_t c, int here) {
+            vf x[1] = {bias ? wide(bias + c, here) : vf{}};
+            for (int64_t w = 0; w < width; w++)
+                x[0] = fma(wide(input(places[w]) + c, here), wide(weight + w * channels + c, here), x[0]);
+            x[0] = rounded(x[0], T());
+            if (silu) ::silu<T>(x);
+            put(x[0], out + c, here);
+        });
+    }
+};
+
 struct Convolving {
-    int64_t number_type, threads, rows, channels, width, silu;
+    int64_t number_type, threads, rows;
+    Filter filter;
     const void* inputs;            // [any number, channels]
     const int64_t* taken;          // [rows, width], the inputs of each row
-    const float *weight, *bias;    // [width, channels] and [channels] or none
     void* out;                     // [rows, channels]
 };
 
-// One row of a causal convolution of every channel.
 template <class T> static void convolve(const Convolving& at, int64_t r) {
-    const T* inputs = (const T*)at.inputs;
-    T* out = (T*)at.out + r * at.channels;
-    for_vectors(at.channels, [&](int64_t c, int here) {
-        vf x[1] = {at.bias ? wide(at.bias + c, here) : vf{}};
-        for (int64_t w = 0; w < at.width; w++)
-            x[0] = fma(wide(inputs + at.taken[r * at.width + w] * at.channels + c, here), wide(at.weight + w * at.channels + c, here), x[0]);
-        x[0] = rounded(x[0], T());
-        if (at.silu) silu<T>(x);
-        put(x[0], out + c, here);
-    });
+    const auto input = [&](int64_t place) { return (const T*)at.inputs + place * at.filter.channels; };
+    at.filter(at.taken + r * at.filter.width, input, (T*)at.out + r * at.filter.channels);
 }

@@ -1,0 +1,88 @@
+"""Recurrent layers in a fused pass (kernels/mixer.h): their weights, and what a pass reads and writes of their states.
+
+Legend: R rows of a pass, C channels of a convolution, W its width, H heads, K and V the sizes of their keys and values.
+"""
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from medusa.base.recurrent_block import MixerParts
+from medusa.cpu.recurrence import Filter, addresses, filter_of
+from medusa.recurrence import RecurrentPass
+
+KINDS = ("short convolution", "delta rule", "Mamba 2")
+"""``MixerKind`` of the kernel."""
+_INT, _POINTER = ctypes.c_int64, ctypes.c_void_p
+
+
+class _Mixer(ctypes.Structure):
+    """``Mixer`` of the kernel."""
+
+    _fields_ = [
+        *[(name, _INT) for name in ("kind", "key_heads", "heads", "keys", "values", "groups")],
+        ("filter", Filter),
+        *[(name, _POINTER) for name in ("slopes", "steps", "skips", "norm")],
+        *[(name, ctypes.c_float) for name in ("epsilon", "least", "most")],
+    ]
+
+
+class Memory(ctypes.Structure):
+    """``Memory`` of the kernel."""
+
+    _fields_ = [
+        (name, _POINTER)
+        for name in ("windows", "taken", "inputs", "states", "ends", "key", "value", "decay", "rate")
+    ]  # fmt: skip
+
+
+class Mixer:
+    """A recurrent layer between its linear layers.
+
+    Args:
+        index: Index of the layer.
+        parts: Its weights.
+    """
+
+    def __init__(self, index: int, parts: MixerParts) -> None:
+        self._index, self._parts = index, parts
+        self._filter, self._alive = filter_of(parts.filter, parts.bias, parts.silu)
+        factors = [
+            None if x is None else x.detach().float().contiguous() for x in (parts.slopes, parts.steps, parts.skips)
+        ]
+        tensors = [*factors, None if parts.norm is None else parts.norm.detach()]
+        self._alive += [x for x in tensors if x is not None]
+        self.struct = _Mixer(
+            KINDS.index(parts.kind), parts.key_heads, parts.heads, parts.keys, parts.values, parts.groups, self._filter,
+            *(None if x is None else x.data_ptr() for x in tensors), parts.epsilon, *parts.bounds,
+        )  # fmt: skip
+
+    def memory(self, own: RecurrentPass, rows: int) -> tuple[Memory, Callable[[], None]]:
+        """What a pass of R rows reads and writes, and a function that keeps it when the pass has ended."""
+        parts, own.layer = self._parts, self._index
+        inputs_RC = parts.filter.new_empty(rows, self._filter.channels)
+        windows = own.windows(self._filter.width - 1, inputs_RC)
+        before, taken = torch.cat(windows), own.taken(self._filter.width - 1)
+        alive: list[Any] = [before, taken]
+        memory = Memory(before.data_ptr(), taken.data_ptr(), inputs_RC.data_ptr())
+        if parts.heads:
+            states = own.states(torch.empty(0), (parts.heads, parts.keys, parts.values))
+            ends = [torch.empty_like(state) if chain else None for state, chain in zip(states, own.chains, strict=True)]
+            sizes = ((parts.keys,), (parts.values,), (), ())[: 4 if parts.kind == "delta rule" else 3]
+            given = [torch.empty(rows, parts.heads, *size) for size in sizes]
+            arrays = addresses(states), addresses(ends)
+            alive += arrays
+            memory.states, memory.ends = (ctypes.addressof(array) for array in arrays)
+            for name, x in zip(("key", "value", "decay", "rate"), given, strict=False):
+                setattr(memory, name, x.data_ptr())
+
+        def keep() -> None:
+            own.layer = self._index
+            own.keep_inputs(windows, inputs_RC)
+            if parts.heads:
+                own.keep_rows(states, given, ends)
+            alive.clear()
+
+        return memory, keep
