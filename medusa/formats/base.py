@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from transformers import PretrainedConfig
+
 from medusa.base.model import BaseModel
 from medusa.files import peek_object, read_object
 from medusa.heads import DraftHeads, HeadsConfig
@@ -73,6 +75,10 @@ class Format(ABC):
             return f"cannot hold heads of the architecture {config.architecture!r}"
         if self.architectures is not None and config.base_adapter:
             return "cannot hold the adapter by which joint training (Medusa-2) changed the base of these heads"
+        return ""
+
+    def base_obstacle(self, base: PretrainedConfig) -> str:
+        """Why readers of this format refuse a base with this config, as a clause without remedy; "" = not known."""
         return ""
 
     @abstractmethod

@@ -4,6 +4,10 @@ import shutil
 from functools import partial
 from pathlib import Path
 
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
 from medusa.attention import spans
 from medusa.base import taps
 from medusa.files import replace_file
@@ -33,6 +37,12 @@ class CustomGenerate(Native):
         """See ``Format``; decided by the code and the weights."""
         return (directory / CODE / "generate.py").is_file() and (directory / WEIGHTS).is_file()
 
+    def base_obstacle(self, base: PretrainedConfig) -> str:
+        """See ``Format``."""
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(base)
+        return "cannot be used with models of a kind that has recurrent layers" if keeps_states(model) else ""
+
     def write(self, export: Export, directory: Path) -> None:
         """See ``Format``: writes the code, then the heads in the native format."""
         (directory / CODE).mkdir(exist_ok=True)
@@ -40,3 +50,8 @@ class CustomGenerate(Native):
             source = SHARED.get(source.name, source)
             replace_file(directory / CODE / source.name, partial(shutil.copyfile, source))
         super().write(export, directory)
+
+
+def keeps_states(model: PreTrainedModel) -> bool:
+    """Whether ``generate.py`` refuses a model for its recurrent layers; by the same test."""
+    return bool(model._is_stateful) or any(isinstance(part, nn.Conv1d) for part in model.modules())

@@ -13,9 +13,10 @@ from transformers import AutoConfig, PretrainedConfig
 from medusa.base import smollm2
 from medusa.base.model import BaseModel
 from medusa.base.names import resolve_base
+from medusa.base.on_hub import is_hub_id, kept_directory
 from medusa.base.output import state_size
 from medusa.files import peek_object, replace_file
-from medusa.formats import Export, export_heads, load_heads, load_provenance, named_format, refusal
+from medusa.formats import Export, Format, export_heads, load_heads, load_provenance, named_format, refusal
 from medusa.formats.native import ADAPTER
 from medusa.heads import HeadsConfig
 from medusa.io.card import write_card
@@ -52,8 +53,8 @@ def export(
         The content that was written.
 
     Raises:
-        ValueError: There is no such format, it does not support these heads, they belong to another base, or ``out``
-            holds something else.
+        ValueError: There is no such format, it does not support these heads or their base, they belong to another base,
+            or ``out`` holds something else.
         OSError: The heads or their base are not found.
     """
     target, out = named_format(format_name), Path(out).resolve()
@@ -64,7 +65,7 @@ def export(
     loaded = loaded.with_config(base=_base_name(base, loaded.config.base, source))
     if reason := refusal(format_name, loaded.config):
         raise ValueError(reason)  # before a large base is loaded
-    _check_size(loaded.config)
+    _check_base(loaded.config, target)
     made = Export(
         loaded,
         _load_base(loaded.config.base, dtype) if target.ships_base(loaded.config) and loaded.config.base else None,
@@ -89,11 +90,20 @@ def _clean(out: Path) -> None:
             replace_file(path, partial(Path.write_bytes, data=text))
 
 
-def _check_size(config: HeadsConfig) -> None:
-    """Raise an error if the base has other sizes; a base on the Hub is not checked, so an export needs no network."""
-    if config.base and Path(config.base).is_dir() and (base := _base_config(config.base)):
-        sizes = base.get_text_config()
-        config.check_fit(state_size(sizes), sizes.vocab_size, config.base)
+def _check_base(config: HeadsConfig, target: Format) -> None:
+    """Raise an error if the base has other sizes, or if readers of the format refuse it.
+
+    A base that is not on this machine is not checked, so an export needs no network.
+    """
+    base = _base_at_hand(config.base)
+    if base is None:
+        return
+    sizes = base.get_text_config()
+    config.check_fit(state_size(sizes), sizes.vocab_size, config.base)
+    if reason := target.base_obstacle(base):
+        raise ValueError(
+            f"format {target.name!r} {reason}, and the base ({config.base}, {base.model_type}) is one; choose 'native'"
+        )
 
 
 def _load_base(name: str, dtype: torch.dtype | None) -> BaseModel:
@@ -107,6 +117,18 @@ def _base_config(name: str) -> PretrainedConfig | None:
     """The base's config; None if it cannot be read, because code that needs the base raises its own error."""
     with contextlib.suppress(OSError, ValueError):
         config: PretrainedConfig = AutoConfig.from_pretrained(smollm2.locate(name))
+        return config
+    return None
+
+
+def _base_at_hand(name: str) -> PretrainedConfig | None:
+    """The config of a base in a folder or in the Hub's cache; None = there is none."""
+    if name and Path(name).is_dir():
+        return _base_config(name)
+    # Read as it is: what an adapter in the cache is for could be large, and elsewhere.
+    directory = kept_directory(name) if is_hub_id(name) else ""
+    with contextlib.suppress(OSError, ValueError):
+        config: PretrainedConfig | None = AutoConfig.from_pretrained(directory) if directory else None
         return config
     return None
 

@@ -18,12 +18,13 @@ import pytest
 import torch
 import yaml
 from rich.console import Console
-from transformers import AutoModelForCausalLM, MistralConfig, OPTConfig
+from transformers import AutoModelForCausalLM, Lfm2Config, MistralConfig, OPTConfig
 
 from medusa import BaseModel, MedusaModel
 from medusa.data.chat_prompts import chat_prompts
 from medusa.data.exchange import Prompt, Settings
 from medusa.files import header, write_json
+from medusa.formats import save_heads
 from medusa.train.own import asked, measure, result
 from medusa.train.own.answers import HELDOUT, TRAIN, answer, answered
 from medusa.train.own.command import main
@@ -50,6 +51,25 @@ def base(base_directory: Path) -> BaseModel:
 
 def costs(**values: float) -> Costs:
     return Costs(**{"prompt": 0.0, "answer": 1.0, "first": 1.0, "later": 0.5} | values, fixed={})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("layers", "form"), [("conv", "native"), ("full_attention", "custom-generate")])
+def test_the_heads_are_exported_in_a_format_for_their_base(  # type: ignore[no-untyped-def]
+    layers: str, form: str, make_heads, base: BaseModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = {**SIZES, "num_key_value_heads": 2, "bos_token_id": None, "max_position_embeddings": 256}
+    config = Lfm2Config(**shape, layer_types=[layers, "full_attention"])  # type: ignore[arg-type]
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
+    base.tokenizer.save_pretrained(tmp_path / "base")
+    save_heads(make_heads(base=str(tmp_path / "base")).float(), tmp_path / "heads")
+    turns = [{"role": "user", "content": "abc"}, {"role": "assistant", "content": "def"}]
+    (tmp_path / HELDOUT).parent.mkdir()
+    (tmp_path / HELDOUT).write_text(json.dumps({"messages": turns}) + "\n")
+    plan, said = SimpleNamespace(asked=Asked(str(tmp_path / "base"), 2.0, "", ""), compared=1), StringIO()
+    monkeypatch.setattr(result, "COMPARED_TOKENS", 2)
+    result.compare(plan, tmp_path, lambda *_: None)  # type: ignore[arg-type]
+    result.show(plan, tmp_path, Console(file=said, width=200))  # type: ignore[arg-type]
+    assert f"--format {form} --out" in said.getvalue()
 
 
 @pytest.mark.parametrize(("template", "command"), [(True, "chat"), (False, "serve")])

@@ -13,6 +13,7 @@ from medusa.clock import seconds
 from medusa.data.sources import read_samples
 from medusa.files import header, read_json, write_json
 from medusa.formats import load_provenance
+from medusa.formats.custom_generate import keeps_states
 from medusa.io.card import write_card
 from medusa.train.evaluate import held_out_prompts
 from medusa.train.own.answers import HELDOUT
@@ -47,7 +48,9 @@ def compare(plan: Plan, out: Path, tell: Tell) -> None:
                 sums[name][key] += value
         tell((number + 1) / len(prompts), f"{number + 1} of {len(prompts)} prompts")
     chat = bool(model.base.tokenizer.chat_template)
-    write_json(out / FILE, {**header("comparison"), "prompts": len(prompts), "ways": sums, "chat": chat})
+    export = "native" if keeps_states(model.base.model) else "custom-generate"
+    told = {"prompts": len(prompts), "ways": sums, "chat": chat, "export": export}
+    write_json(out / FILE, {**header("comparison"), **told})
 
 
 def _decoded(model: MedusaModel, prompt: Sequence[int], options: Mapping[str, Any]) -> dict[str, float]:
@@ -79,5 +82,5 @@ def show(plan: Plan, out: Path, console: Console) -> None:
     heads = out / "heads"
     use = f"chat --heads {heads} --colour" if compared.get("chat", True) else f"serve --heads {heads}"
     console.print(f"use them:    medusa {use}", highlight=False, markup=False, soft_wrap=True)
-    words = f"medusa export --heads {heads} --format custom-generate --out {out / 'export'}"
+    words = f"medusa export --heads {heads} --format {compared.get('export', 'custom-generate')} --out {out / 'export'}"
     console.print(f"export them: {words}", highlight=False, markup=False, soft_wrap=True)

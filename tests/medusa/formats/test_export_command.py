@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, Lfm2Config, LlamaConfig
 
 from medusa.formats import FORMATS, find_format, holders, load_heads, save_heads
 from medusa.io import export
@@ -160,6 +160,24 @@ def test_a_base_of_another_size_is_refused(saved, tmp_path, capsys, name):
     assert run("--heads", saved["shared"], *words) == 1
     assert re.match(r"heads' hidden size \(32\) is not the base's \(64, .*base\); ", capsys.readouterr().err)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("where", ["folder", "cache of the Hub"])
+def test_what_a_format_cannot_do_with_the_base_is_said_before_writing(saved, tmp_path, monkeypatch, capsys, where):
+    shape = {"vocab_size": 257, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    Lfm2Config(**shape, layer_types=["conv", "full_attention"]).save_pretrained(tmp_path / "base")
+    base = tmp_path / "base"
+    if where != "folder":
+        base = "user/base"
+        monkeypatch.setattr(export, "kept_directory", lambda name: str(tmp_path / "base") if name == base else "")
+    words = ("--heads", saved["shared"], "--base", base, "--out", tmp_path / "out", "--format")
+    assert run(*words, "custom-generate") == 1
+    assert capsys.readouterr().err == (
+        "format 'custom-generate' cannot be used with models of a kind that has recurrent layers, and the base"
+        f" ({base}, lfm2) is one; choose 'native'\n"
+    )
+    assert not (tmp_path / "out").exists()
+    assert run(*words, "native") == 0
 
 
 WEIGHTS = "medusa_lm_head.safetensors"
