@@ -8,16 +8,21 @@ Legend: R rows of a pass, D hidden size.
 """
 
 import re
+from contextlib import suppress
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import WeightRenaming
 from transformers.modeling_layers import MtpModel
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from medusa.attention import IMPLEMENTATION, TreeAttention, TreePlan
 from medusa.cache import BlockPool, Follower
+from medusa.files import read_object
 
 
 class _QwenMtp(MtpModel):
@@ -75,12 +80,19 @@ class MtpLayer(Follower):
                 f"base ({model.config.name_or_path}, {model.config.model_type}) has {count} multi-token-prediction"
                 " layers and one can be used; leave mtp out"
             )
+        remedy = "leave mtp out"
         try:
+            stored, wanted = _stored_names(model.config.name_or_path), loader.get_mtp_weights_regex(model)
+            if stored and not any(wanted.search(name) for name in stored):
+                remedy = f"copy {'mtp.*' if loader is _QwenMtp else 'them'} from the original checkpoint, or {remedy}"
+                raise ValueError(
+                    "its checkpoint has no weights of the layer, which tools for fine-tuning often leave out"
+                )
             layers = loader.from_pretrained(model, device_map={"": device})
         except (OSError, RuntimeError, ValueError, AttributeError) as error:
             raise ValueError(
                 f"multi-token-prediction layer of the base ({model.config.name_or_path}) cannot be loaded: {error};"
-                " leave mtp out"
+                f" {remedy}"
             ) from error
         return cls(layers, attention, device)
 
@@ -103,3 +115,13 @@ class MtpLayer(Follower):
             out_1RD = self._model.shared_post_norm(out_1RD)
         out: Tensor = out_1RD[0]
         return out
+
+
+def _stored_names(name: str) -> list[str]:
+    """Names of the tensors in a base's checkpoint; empty if it is not in safetensors files."""
+    with suppress(OSError), safe_open(cached_file(name, SAFE_WEIGHTS_NAME), framework="pt") as tensors:
+        return list(tensors.keys())
+    with suppress(OSError):
+        index = read_object(Path(cached_file(name, SAFE_WEIGHTS_INDEX_NAME)), "index of weights", "download it again")
+        return list(index["weight_map"])
+    return []

@@ -191,7 +191,7 @@ def test_bases_without_the_layer_say_so(base_directory, tmp_path):
     base, _ = tiny("deepseek_v3")
     base.model.save_pretrained(tmp_path)
     words().save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="cannot be loaded"):
+    with pytest.raises(ValueError, match="has no weights of the layer"):
         MedusaModel.from_pretrained(None, tmp_path, mtp=True)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 2}))
@@ -199,6 +199,21 @@ def test_bases_without_the_layer_say_so(base_directory, tmp_path):
         MedusaModel.from_pretrained(None, tmp_path, mtp=True)
     with pytest.raises(ValueError, match="needs the base's multi-token-prediction layer"):
         MedusaModel.from_pretrained(None, base_directory).generate("a", drafter="mtp")
+
+
+@pytest.mark.parametrize("shard", ["1GB", "20KB"])
+def test_a_checkpoint_that_lost_the_layer_says_so_in_one_sentence(tmp_path, shard):
+    base, _ = tiny("qwen3_5_text")
+    del base.model.config.num_mtp_layers, base.model.config.mtp_layer_types
+    base.model.save_pretrained(tmp_path, max_shard_size=shard)
+    words().save_pretrained(tmp_path)
+    assert (tmp_path / "model.safetensors.index.json").exists() == (shard == "20KB")
+    with pytest.raises(ValueError, match="cannot be loaded") as refused:
+        MedusaModel.from_pretrained(None, tmp_path, mtp=True)
+    assert str(refused.value) == (
+        f"multi-token-prediction layer of the base ({tmp_path}) cannot be loaded: its checkpoint has no weights of the"
+        " layer, which tools for fine-tuning often leave out; copy mtp.* from the original checkpoint, or leave mtp out"
+    )
 
 
 def test_where_shapes_are_fixed_steps_run_eagerly(caplog):
