@@ -31,6 +31,10 @@ EXPANDED_SHARE = 0.5
 """Largest share of the machine's memory for expanded weights, if packed weights are slower."""
 
 
+REPLACED = ("causal_conv1d_fn", "chunk_gated_delta_rule", "mamba_chunk_scan_combined")
+"""Functions of recurrent layers in whose place ours decode, by the names that transformers' advice has for them."""
+
+
 class Checkpoint(NamedTuple):
     """A base as read from the disk.
 
@@ -60,6 +64,7 @@ def read_checkpoint(
     device = usable_device(device)
     if device.type == "cpu":
         limit_threads()
+        logging.getLogger("transformers.integrations.hub_kernels").addFilter(_is_of_use)
     name = full_name(str(name))
     path, options = smollm2.locate(name), dict(load_options or {})
     divided = "tp_plan" in options
@@ -106,6 +111,14 @@ def read_checkpoint(
     if pack and device.type == "cpu" and not spread:
         use_kernels(model)
     return Checkpoint(model, tokenizer, name, smollm2.source(path) or groupwise.describe(config))
+
+
+def _is_of_use(record: logging.LogRecord) -> bool:
+    """Whether a message is other than the advice to install fast kernels that decoding would not call.
+
+    They need a GPU: so on a CPU they would not help the plain passes of training either.
+    """
+    return not record.getMessage().startswith(tuple(f"`{name}` is falling back" for name in REPLACED))
 
 
 def _remedy(path: str) -> str:

@@ -1,5 +1,6 @@
 """Checkpoints that would give other weights than the model's, or run code, are refused."""
 
+import logging
 import shutil
 from functools import partial
 from pathlib import Path
@@ -9,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from medusa import BaseModel
+from tests.medusa.test_conformance import RECURRENT, tiny
 
 PROJECTION = "model.layers.0.mlp.up_proj.weight"
 
@@ -67,3 +69,15 @@ def test_a_pickle_of_more_than_tensors_is_not_read(copy, capsys):
     ):
         BaseModel.load(copy, torch.float32)
     assert "this code ran" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("family", RECURRENT)
+def test_no_advice_to_install_what_a_cpu_cannot_use(family, base_directory, caplog):
+    log = logging.getLogger("transformers.integrations.hub_kernels")
+    type(log).warning_once.cache_clear()
+    BaseModel.load(base_directory, device="cpu")
+    with caplog.at_level(logging.WARNING, "transformers"), torch.inference_mode():
+        tiny(family)[1](torch.tensor([[5, 6, 7]]), use_cache=False)
+    assert "falling back" not in caplog.text
+    log.warning("`something_else` is falling back")
+    assert "falling back" in caplog.text
