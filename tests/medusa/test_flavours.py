@@ -16,9 +16,9 @@ from medusa.cpu import native
 pytestmark = pytest.mark.slow
 
 HERE = Path(__file__).parent
-ALL = ("native", "native_drafts", "exactness", "attention", "int8", "packed", "loss_kernel")
-FEW = ("native", "exactness", "loss_kernel")
-"""For flavours that few machines run, or that differ in little: linear layers, whole passes, and texts."""
+ALL = ("native", "native_drafts", "exactness", "recurrent", "attention", "int8", "packed", "loss_kernel")
+FEW = ("native", "exactness", "recurrent", "loss_kernel")
+"""For flavours that few machines run, or that differ in little: linear and recurrent layers, passes, and texts."""
 KERNELS = Path(native.__file__).with_name("kernels")
 CHECK = [
     "-std=c++17", "-ffp-contract=off", "-w", "-pthread", f"-I{KERNELS}",
