@@ -3,6 +3,7 @@
 import argparse
 import copy
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -41,6 +42,11 @@ def _qwen3(hidden: int, inner: int, layers: int, heads: int, tied: bool) -> dict
     return llama | {"model_type": "qwen3", "vocab_size": 151_936, "max_position_embeddings": 40_960}
 
 
+def _attention_at(layers: int, others: str, places: Sequence[int]) -> list[str]:
+    attention = "full_attention" if others == "conv" else "attention"
+    return [attention if layer in places else others for layer in range(layers)]
+
+
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": _qwen3(1024, 3072, 28, 16, tied=True),
     "qwen3-4b": _qwen3(2560, 9728, 36, 32, tied=True),
@@ -50,8 +56,18 @@ SHAPES: dict[str, dict[str, Any]] = {
     "llama-1b": _llama(2048, 8192, 16, 32, 64, tied=True),
     "llama-3b": _llama(3072, 8192, 28, 24, 128, tied=True),
     "llama-8b": _llama(4096, 14_336, 32, 32, 128, tied=False),
+    "qwen3.5-0.8b": _llama(1024, 3584, 24, 8, 256, tied=True)
+    | {"model_type": "qwen3_5_text", "vocab_size": 248_320, "num_key_value_heads": 2}
+    | {"layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 6, "linear_num_value_heads": 16},
+    "lfm2-350m": _llama(1024, 6656, 16, 16, 64, tied=True)
+    | {"model_type": "lfm2", "vocab_size": 65_536, "layer_types": _attention_at(16, "conv", (2, 5, 8, 10, 12, 14))},
+    "granite-4-h-350m": _llama(768, 2048, 32, 12, 64, tied=True)
+    | {"model_type": "granitemoehybrid", "vocab_size": 100_352, "num_key_value_heads": 4, "num_local_experts": 0}
+    | {"shared_intermediate_size": 2048, "layer_types": _attention_at(32, "mamba", (10, 13, 17, 27))}
+    | {"mamba_n_heads": 48, "mamba_d_head": 32, "mamba_d_state": 128, "position_embedding_type": None},
 }
-"""Values of the published configs (Llama 3.1 and 3.2, Qwen3, SmolLM2) that determine the time of a pass."""
+"""Values of the published configs that determine the time of a pass: Llama 3.1 and 3.2, Qwen 3 and 3.5, SmolLM2, LFM2,
+Granite 4."""
 
 
 def given_device(options: argparse.Namespace) -> torch.device:

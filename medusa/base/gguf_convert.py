@@ -154,7 +154,7 @@ def _pack(expanded: Tensor, stored: Stored, config: PretrainedConfig) -> Packed 
     if stored.kind not in KINDS or expanded.dim() != 2 or stored.shape != expanded.shape:
         return None
     blocks = stored.blocks()
-    for rows in _orders(len(expanded), config):
+    for rows in _orders(len(expanded), config) if stored.order is None else [stored.order]:
         if packed := _pack_rows(expanded, blocks, rows, stored.kind):
             return packed
     return None

@@ -7,6 +7,7 @@ and keys, norms plus 1).
 import logging
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from transformers import AutoModelForCausalLM, GgufConfig, PretrainedConfig, Pre
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.initialization import no_init_weights
 
+from medusa.base.gguf_changes import Changes
 from medusa.base.gguf_config import complete_config
 from medusa.base.gguf_tensors import Stored, stored_tensors
 from medusa.cpu.packed import DTYPE
@@ -49,7 +51,11 @@ class Reading:
         config = complete_config(values, self.header, self._stored)
         with torch.device("meta"), no_init_weights():
             self.outline: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=DTYPE)
+        self._changes = Changes(self._family, config) if Changes.known(self._family) else None
         self._processor = TENSOR_PROCESSORS.get(self._family, TensorProcessor)(config=dict(values))
+        if self._changes:
+            self._names = {stored.name: self._changes.name(stored.name) for stored in self._stored}
+            return
         try:
             self._names = get_gguf_hf_weights_map(self.outline, self._processor)
         except NotImplementedError:  # this family can only be read as a whole
@@ -61,12 +67,11 @@ class Reading:
 
     def singly(self) -> bool:
         """Whether each of the model's tensors can be made from a few of the file's tensors, without the others."""
-        from transformers.integrations.gguf import is_gguf_arch_supported
-
         wanted, steps = tensors_of(self.outline), get_model_conversion_mapping(self.outline)
         changed = any(step.rename_source_key(name)[1] for step in steps for name in wanted)
         found = set(map(self.name, self._stored))
-        return not is_gguf_arch_supported(self._family) and not changed and wanted.keys() <= found
+        joined = self._changes is not None and any(self._changes.joins(stored.name) for stored in self._stored)
+        return not changed and not joined and wanted.keys() <= found
 
     def tensors(self) -> Iterator[tuple[str, Tensor, Stored]]:
         """Name and values of each of the model's tensors, if ``singly``, with the last of the file's tensors it needs.
@@ -76,7 +81,9 @@ class Reading:
         """
         wanted, made = tensors_of(self.outline), dict[str, Tensor]()
         names = [stored.name for stored in self._stored if self.name(stored) not in wanted]
-        if left_out := [name for name in names if not name.startswith("rope_f")]:  # these are in the config
+        # The former are in the config, the latter are not the decoder's.
+        known = [name for name in names if name.startswith("rope_f") or self._names.get(name, "").startswith("mtp.")]
+        if left_out := [name for name in names if name not in known]:
             said = "GGUF file %s: transformers leaves out %s; texts may differ from those of llama.cpp"
             logger.warning(said, self._file.name, ", ".join(left_out))
         left = Counter(self.name(stored) for stored in self._stored)
@@ -91,10 +98,14 @@ class Reading:
             if made[name].shape != wanted[name].shape:
                 shapes = [tuple(one.shape) for one in (made[name], wanted[name])]
                 raise ValueError(f"tensor {stored.name} has the shape {shapes[0]}, and the model's is {shapes[1]}")
-            yield name, made.pop(name).to(DTYPE), stored
+            order = self._changes.rows(stored.name, stored.shape) if self._changes and len(stored.shape) == 2 else None
+            yield name, made.pop(name).to(DTYPE), replace(stored, order=order)
 
     def _process(self, stored: Stored, made: dict[str, Tensor]) -> None:
         """Process one of the file's tensors in float32, and add the result to ``made``."""
+        if self._changes:
+            made[self.name(stored)] = self._changes.values(stored.name, torch.from_numpy(stored.numbers()))
+            return
         parameters = {"tensors": made}
         done = self._processor.process(
             stored.numbers(), stored.name, tensor_key_mapping=self._names, parsed_parameters=parameters

@@ -29,12 +29,14 @@ class Stored:
         kind: Name of its type.
         shape: Shape in torch's order.
         data: uint8 [..., bytes of a row], mapped from the file.
+        order: int64, where each of the model's rows stands in it; None = not known.
     """
 
     name: str
     kind: str
     shape: tuple[int, ...]
     data: "np.ndarray[Any, np.dtype[np.uint8]]"
+    order: Tensor | None = None
 
     def blocks(self) -> Tensor:
         """A copy of ``data``."""

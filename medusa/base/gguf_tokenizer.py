@@ -7,6 +7,7 @@ from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+TOKENS = "tokenizer.ggml.tokens"
 CONTROL, USER_DEFINED = 3, 4
 """llama.cpp's types of tokens that are found whole in a text."""
 
@@ -17,14 +18,14 @@ def read_tokenizer(file: Path) -> PreTrainedTokenizerBase:
     transformers respells tokens with characters that byte-level vocabularies do not have, as DeepSeek's control tokens:
     they would be split, and their names would get new ids, which the model does not have.
     """
-    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+    from transformers.integrations.gguf import read_gguf_metadata
 
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-    told = load_gguf_checkpoint(str(file), return_tensors=False)["tokenizer"]
-    kinds = dict(enumerate(told.get("token_type") or ()))
+    told, _ = read_gguf_metadata(str(file), (TOKENS,))
+    kinds = dict(enumerate(told.get("tokenizer.ggml.token_type") or ()))
     wrong = {
         number: name
-        for number, name in enumerate(told.get("tokens") or ())
+        for number, name in enumerate(told.get(TOKENS) or ())
         if kinds.get(number) in (CONTROL, USER_DEFINED) and tokenizer.convert_tokens_to_ids(name) != number
     }
     raw = json.loads(tokenizer.backend_tokenizer.to_str())

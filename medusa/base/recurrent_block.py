@@ -64,7 +64,9 @@ class MixerParts(NamedTuple):
 def mixer_of(layer: Any) -> MixerParts | None:
     """The recurrent part of a decoder's layer; None = it has none that is known."""
     part: Any = next((getattr(layer, name) for name in MIXERS if getattr(layer, name, None) is not None), nn.Module())
-    parts = {name.split(".")[0] for name, _ in part.named_parameters()}
+    # Packed layers have no parameters; an activation ("act") has no part in what tells the kinds apart.
+    own = [name for name, _ in part.named_parameters(recurse=False)]
+    parts = {name for name, _ in part.named_children()} - {"act"} | set(own)
     if parts == SHORT_CONVOLUTION:
         return MixerParts("short convolution", [part.in_proj], part.out_proj, _filter(part.conv), part.conv.bias)
     if parts == DELTA_RULE and part.activation == part.norm.activation == "silu":

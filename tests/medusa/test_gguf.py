@@ -29,13 +29,14 @@ from medusa.base.names import resolve_base
 from medusa.cpu.gguf_types import KINDS
 from medusa.serve.server import main
 from tests.medusa.gguf_files import SIZES, write_file
+from tests.medusa.gguf_hybrid import write_hybrid
 
 FAMILIES = {"llama": LlamaConfig, "qwen2": Qwen2Config, "gemma3": Gemma3TextConfig, "qwen3moe": Qwen3MoeConfig}
 
 
-def expanded(file):
-    how = {"dtype": torch.bfloat16, "quantization_config": GgufConfig(dequantize=True)}
-    return AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, **how)
+def expanded(file, dtype=torch.bfloat16):
+    how = {"dtype": dtype, "quantization_config": GgufConfig(dequantize=True)}
+    return AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, **how).to(torch.bfloat16)
 
 
 def check(directory, whole):
@@ -132,6 +133,31 @@ def hub(tmp_path, monkeypatch):
     for function in (list_repo_files, hf_hub_download, snapshot_download):
         monkeypatch.setattr(huggingface_hub, function.__name__, function)
     return online
+
+
+@pytest.mark.parametrize("kind", ["Q4_1", "Q8_0", "F16"])
+@pytest.mark.parametrize("family", ["qwen35", "lfm2"])
+def test_hybrid_models(family, kind, tokenizer, tmp_path, monkeypatch, caplog):
+    """Numbers are those that transformers computes in float32, rounded once; in 16 bits it rounds more often."""
+    file = write_hybrid(tmp_path / "small.gguf", family, tokenizer, kind)
+    whole = expanded(file, torch.float32)
+    whole.config.dtype = torch.bfloat16
+    monkeypatch.setattr(gguf_reading.Reading, "whole", None)
+    gguf_convert.convert(file, tmp_path / "base")
+    assert "leaves out" not in caplog.text
+    check(tmp_path / "base", whole)
+    model = MedusaModel.from_pretrained(str(file), dtype=torch.bfloat16, device="cpu")
+    base = model.base
+    assert base.fused and base.recurrent
+    matrices = {type(part).__name__ for name, part in base.model.named_modules() if "proj" in name}
+    # Heads of values take turns in the file, so columns of one layer have other places in it.
+    others = {"NativeLinear"} if family == "qwen35" or kind == "F16" else set()
+    assert matrices == others | ({"PackedLinear"} if kind != "F16" else set())
+    text = [5, 6, 7, 8, 5, 6]
+    with torch.inference_mode():
+        expected = whole.generate(torch.tensor([text]), max_new_tokens=8, do_sample=False, pad_token_id=0)[0, 6:]
+    output = model.generate(text, max_new_tokens=8, drafter="prompt-lookup", nodes=4)
+    assert output.tokens == expected.tolist()
 
 
 @pytest.mark.parametrize(
