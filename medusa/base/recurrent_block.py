@@ -67,6 +67,13 @@ def mixer_of(layer: Any) -> MixerParts | None:
     # Packed layers have no parameters; an activation ("act") has no part in what tells the kinds apart.
     own = [name for name, _ in part.named_parameters(recurse=False)]
     parts = {name for name, _ in part.named_children()} - {"act"} | set(own)
+    try:
+        return _read(part, parts)
+    except AttributeError:  # another family's code, with parts of these names
+        return None
+
+
+def _read(part: Any, parts: set[str]) -> MixerParts | None:
     if parts == SHORT_CONVOLUTION:
         return MixerParts("short convolution", [part.in_proj], part.out_proj, _filter(part.conv), part.conv.bias)
     if parts == DELTA_RULE and part.activation == part.norm.activation == "silu":
@@ -80,8 +87,8 @@ def mixer_of(layer: Any) -> MixerParts | None:
         return MixerParts(
             "Mamba 2", [part.in_proj], part.out_proj, _filter(part.conv1d), part.conv1d.bias, silu=True,
             heads=part.num_heads, key_heads=part.n_groups, keys=part.ssm_state_size, values=part.head_dim,
-            slopes=-part.A_log.float().exp(), steps=part.dt_bias, skips=part.D, norm=part.norm.weight,
-            groups=part.num_heads * part.head_dim // part.norm.group_size, epsilon=part.norm.variance_epsilon,
+            slopes=-part.A_log.float().exp(), steps=part.dt_bias.to(part.conv1d.weight.dtype), skips=part.D,
+            norm=part.norm.weight, groups=part.num_heads * part.head_dim // part.norm.group_size, epsilon=part.norm.variance_epsilon,
             bounds=part.time_step_limit,
         )  # fmt: skip
     return None

@@ -60,13 +60,13 @@ def _difference(base: BaseModel) -> str | None:
     text = [(7 * i * i + 13 * i + 3) % base.vocab_size for i in range(length)]
     other = [(token + 1) % base.vocab_size for token in text]
     if base.decoding == "plain":
-        ways = {"a row beside another sequence's": ([text, other], [1] * length)}
+        ways = {"a row beside another sequence's": ([other, text], [1] * length)}
         expected = _passes(base, [text], [1] * length)
     else:
         tail = [length - 14, 1, 1, 3, 5, 4]
         ways = {
             "passes of 1, 3, 4 and 5 rows": ([text], tail),
-            "rows beside another sequence's": ([text, other], [length - READ, 33, 1, 7]),
+            "rows beside another sequence's": ([other, text], [length - READ, 33, 1, 7]),
         }
         expected = _passes(base, [text], [length])
     for name, (texts, chunks) in ways.items():
@@ -84,13 +84,13 @@ def _equal(rows: Iterable[Tensor], expected: Iterable[Tensor]) -> bool:
 
 
 def _passes(base: BaseModel, texts: Sequence[list[int]], chunks: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Hidden states [T, F] and the last logits [READ, V] of the first text, in passes of these numbers of rows."""
+    """Hidden states [T, F] and the last logits [READ, V] of the last text, in passes of these numbers of rows."""
     sequences = _sequences(base, len(texts))
     passes, end = [], 0
     for count in chunks:
         part = torch.tensor([text[end : end + count] for text in texts])
         end += count
-        passes.append(_outcome(base, _chain(base, sequences, part)[:count], end - len(texts[0]) + READ))
+        passes.append(_outcome(base, _chain(base, sequences, part)[-count:], end - len(texts[0]) + READ))
     hidden, logits = zip(*passes, strict=True)
     return torch.cat(hidden), torch.cat(logits)
 

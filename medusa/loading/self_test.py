@@ -20,8 +20,8 @@ LENGTHS = (40, 3)
 """Tokens of the prompts: one longer than small windows, one so short that each node has a large attention weight."""
 OWN_PLACES = 4096
 """Most places that attention sees in tests of layers with their own attention code."""
-CHUNK = 16
-"""Tokens of a prompt per pass."""
+CHUNK = 24
+"""Tokens of a prompt per pass, more than the rows that kernels treat as few."""
 LEAVES = (3, 4)
 """Leaves of ``TREE``: each sequence has a text for each of them."""
 TREE = Tree.full([2, 1])

@@ -10,11 +10,13 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from medusa import BaseModel, EngineConfig, MedusaModel, Prefix, SamplingParams
+from medusa.base.recurrent_block import mixer_of
 from medusa.cache import BLOCK, CachedSequence, provisional
 from medusa.cpu import native, passes
+from medusa.cpu.int8 import round_linears
 from medusa.loading import exactness
 from medusa.loading.self_test import choose_decoding, fuse
-from medusa.recurrence import StatesLostError
+from medusa.recurrence import RecurrentPass, StatesLostError
 from medusa.recurrence.rules import CHUNK, convolve, recur
 from medusa.recurrence.states import MOST_SAVED
 from medusa.tree import Draft
@@ -305,3 +307,49 @@ def test_fused_passes_are_exact(kind, dtype, tokenizer):
     native.use_kernels(model)
     base = fuse(choose_decoding(BaseModel(model, tokenizer, kind)))
     assert base.fused and exactness.find_out(base).exact
+
+
+@pytest.mark.parametrize("kind", FUSED)
+def test_fused_passes_read_layers_in_8_bits(kind, tokenizer):
+    model = build(kind, tokenizer, intermediate_size=64, shared_intermediate_size=64).to(torch.bfloat16)
+    round_linears(model, output=model.get_output_embeddings())
+    base = fuse(choose_decoding(BaseModel(model, tokenizer, kind, int8=True)))
+    assert base.fused and exactness.find_out(base).exact
+
+
+@pytest.mark.parametrize("limits", [(0.0, float("inf")), (0.001, 0.1)])
+@pytest.mark.parametrize("kind", ["bamba", "granitemoehybrid"])
+def test_steps_of_mamba_are_bounded_as_the_family_rounds(kind, limits, tokenizer):
+    model = build(kind, tokenizer).to(torch.bfloat16)
+    for layer in model.model.layers:
+        if getattr(layer, "mamba", None) is not None:
+            layer.mamba.time_step_limit = limits
+    eager = choose_decoding(BaseModel(model, tokenizer, kind))
+    chain = Draft.chain(torch.tensor([[3 + n % 50 for n in range(60)]]))
+
+    def hidden(base):
+        pool = base.new_pool()
+        with torch.inference_mode():
+            return base.run(pool, base.plan([(chain, [CachedSequence(pool)])])).float()
+
+    theirs = hidden(eager)
+    assert (hidden(fuse(eager)) - theirs).norm() < 2e-3 * theirs.norm()
+
+
+@pytest.mark.parametrize("name", ["states", "windows"])
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "bamba"])
+def test_a_pass_that_mixes_up_texts_is_found_at_load(kind, name, tokenizer, monkeypatch):
+    base, right = choose_decoding(BaseModel(build(kind, tokenizer), tokenizer, kind)), getattr(RecurrentPass, name)
+
+    def wrong(own, *args):
+        first, *others = right(own, *args)
+        return [first] * (1 + len(others))
+
+    monkeypatch.setattr(RecurrentPass, name, wrong)
+    assert not fuse(base).fused
+
+
+def test_a_layer_of_another_kind_with_these_parts_is_left_to_its_own_code(tokenizer):
+    model = build("qwen3_5_text", tokenizer)
+    del model.model.layers[0].linear_attn.norm.activation
+    assert mixer_of(model.model.layers[0]) is None and mixer_of(model.model.layers[2]) is not None

@@ -74,7 +74,7 @@ template <class T> struct Mixing {
             spread(mixed.data() + outputs(), key, [&](const T* from, float* to) { widened(from, at.keys, to); });
             for (int64_t h = 0; h < at.heads; h++) {
                 const float x = narrowed(widen(decays_of(r)[h]) + at.steps[h]);
-                const float step = std::clamp(narrowed(softplus(x)), at.least, at.most);
+                const float step = narrowed(std::clamp(narrowed(softplus(x)), at.least, at.most));
                 memory.decay[r * at.heads + h] = at.slopes[h] * step;
                 scaled(&mixed[h * at.values], step, memory.value + r * outputs() + h * at.values, at.values);
                 scaled(&mixed[h * at.values], at.skips[h], skipped + r * outputs() + h * at.values, at.values);
