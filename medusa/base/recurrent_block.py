@@ -88,8 +88,8 @@ def _read(part: Any, parts: set[str]) -> MixerParts | None:
             "Mamba 2", [part.in_proj], part.out_proj, _filter(part.conv1d), part.conv1d.bias, silu=True,
             heads=part.num_heads, key_heads=part.n_groups, keys=part.ssm_state_size, values=part.head_dim,
             slopes=-part.A_log.float().exp(), steps=part.dt_bias.to(part.conv1d.weight.dtype), skips=part.D,
-            norm=part.norm.weight, groups=part.num_heads * part.head_dim // part.norm.group_size, epsilon=part.norm.variance_epsilon,
-            bounds=part.time_step_limit,
+            norm=part.norm.weight, groups=part.num_heads * part.head_dim // part.norm.group_size,
+            epsilon=part.norm.variance_epsilon, bounds=part.time_step_limit,
         )  # fmt: skip
     return None
 

@@ -70,8 +70,9 @@ class Mixer:
         if parts.heads:
             states = own.states(torch.empty(0), (parts.heads, parts.keys, parts.values))
             ends = [torch.empty_like(state) if chain else None for state, chain in zip(states, own.chains, strict=True)]
-            sizes = ((parts.keys,), (parts.values,), (), ())[: 4 if parts.kind == "delta rule" else 3]
-            given = [torch.empty(rows, parts.heads, *size) for size in sizes]
+            heads = parts.heads
+            sizes = [(parts.key_heads, parts.keys), (heads, parts.values), (heads,), (heads,)]
+            given = [torch.empty(rows, *size) for size in sizes[: 4 if parts.kind == "delta rule" else 3]]
             arrays = addresses(states), addresses(ends)
             alive += arrays
             memory.states, memory.ends = (ctypes.addressof(array) for array in arrays)

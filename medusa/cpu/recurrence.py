@@ -14,7 +14,7 @@ class _Recurring(ctypes.Structure):
     """``Recurring`` of recurrence.h."""
 
     _fields_ = [
-        *[(name, ctypes.c_int64) for name in ("threads", "texts", "heads", "keys", "values")],
+        *[(name, ctypes.c_int64) for name in ("threads", "texts", "key_heads", "heads", "keys", "values")],
         *[(name, ctypes.c_void_p) for name in ("firsts", "above", "query", "key", "value", "decay", "rate")],
         *[(name, ctypes.c_void_p) for name in ("states", "out", "ends")],
     ]
@@ -50,7 +50,7 @@ def recur(
 ) -> tuple[Tensor | None, Tensor | None]:
     """``medusa.recurrence.rules.recur`` of tensors in float32 on a CPU."""
     given = [None if x is None else x.contiguous() for x in (query, key, value, decay, rate)]
-    texts, rows, heads, keys = key.shape
+    texts, rows, key_heads, keys = key.shape
     place, state = torch.arange(rows), state.contiguous()
     if seen is None:
         above = (place - 1).repeat(texts)
@@ -61,7 +61,8 @@ def recur(
     firsts = (ctypes.c_int64 * (texts + 1))(*range(0, texts * rows + 1, rows))
     states, ends = addresses(state), addresses([None] * texts if end is None else end)
     kernels().medusa_recur(ctypes.byref(_Recurring(
-        torch.get_num_threads(), texts, heads, keys, value.shape[3], ctypes.addressof(firsts), above.data_ptr(),
+        torch.get_num_threads(), texts, key_heads, value.shape[2], keys, value.shape[3],
+        ctypes.addressof(firsts), above.data_ptr(),
         *(None if x is None else x.data_ptr() for x in given), ctypes.addressof(states),
         None if out is None else out.data_ptr(), ctypes.addressof(ends),
     )))  # fmt: skip

@@ -83,9 +83,7 @@ def _delta_rule(
     query_RHK, key_RHK = query[0].float(), key[0].float()
     if use_qk_l2norm_in_kernel:
         query_RHK, key_RHK = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (query_RHK, key_RHK))
-    groups = value.shape[2] // key.shape[2]
-    query_RHK, key_RHK = (x.repeat_interleave(groups, dim=1) for x in (query_RHK * query.shape[-1] ** -0.5, key_RHK))
-    out_RHV = own.recur(query_RHK, key_RHK, value[0], g[0], beta[0])
+    out_RHV = own.recur(query_RHK * query.shape[-1] ** -0.5, key_RHK, value[0], g[0], beta[0])
     return out_RHV.to(query.dtype)[None], None
 
 
@@ -98,8 +96,7 @@ def _mamba2(
     if dt_bias is not None:
         dt = dt + dt_bias.to(dt.dtype)
     step_RH = (_softplus(dt) if dt_softplus else dt).clamp(*dt_limit)[0].float()
-    groups = hidden_states.shape[2] // B.shape[2]
-    key_RHK, query_RHK = (x[0].float().repeat_interleave(groups, dim=1) for x in (B, C))
+    key_RHK, query_RHK = B[0].float(), C[0].float()
     inputs_RHV = hidden_states[0].float()
     out_RHV = own.recur(query_RHK, key_RHK, inputs_RHV * step_RH[..., None], A.float() * step_RH, None)
     if D is not None:

@@ -10,7 +10,8 @@ node to node (``medusa.cpu.recurrence``), so that a row is equal bit by bit in e
 is made: as in the chunks of a long text (Yang et al. 2024, section 3.3), the u of all rows solve one triangular system,
 and each row sums over the rows that it follows: in a chunk all rows before it, here its ancestors.
 
-Legend: B texts, R rows of each, H heads, K and V the sizes of keys and values, C channels, W width of a convolution.
+Legend: B texts, R rows of each, H heads, Hk heads of keys, K and V the sizes of keys and values, C channels, W width of
+a convolution.
 """
 
 import torch
@@ -35,8 +36,8 @@ def recur(
     """Outputs of rows, and the state after a chain.
 
     Args:
-        query: [B, R, H, K]; None = no outputs are needed.
-        key: [B, R, H, K].
+        query: [B, R, Hk, K]; None = no outputs are needed.
+        key: [B, R, Hk, K]; H is a multiple of Hk, and neighbours among heads share a query and a key.
         value: [B, R, H, V].
         decay: [B, R, H] logarithms of the factors on the state, at most 0.
         rate: [B, R, H] of the delta rule; None = values are added as they are.
@@ -49,6 +50,9 @@ def recur(
     """
     if key.is_cpu and key.dtype == torch.float32 and native.available():
         return recurrence.recur(query, key, value, decay, rate, state, seen)
+    shared = value.shape[2] // key.shape[2]
+    key = key.repeat_interleave(shared, dim=2)
+    query = None if query is None else query.repeat_interleave(shared, dim=2)
     # Heads before rows, as products of matrices need them.
     query, rate = None if query is None else query.transpose(1, 2), None if rate is None else rate.transpose(1, 2)
     key, value, decay = key.transpose(1, 2), value.transpose(1, 2), decay.transpose(1, 2)

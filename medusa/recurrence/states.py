@@ -206,15 +206,15 @@ class RecurrentPass:
         """Outputs [R, H, V] of the rows, see ``rules.recur``.
 
         Args:
-            query: [R, H, K].
-            key: [R, H, K].
+            query: [R, Hk, K].
+            key: [R, Hk, K].
             value: [R, H, V].
             decay: [R, H].
             rate: [R, H], or None.
         """
         plan, outs = self._plan, []
         given = [x.float() for x in ([key, value, decay] if rate is None else [key, value, decay, rate])]
-        states = self.states(key.new_zeros(0, dtype=torch.float32), (key.shape[1], key.shape[2], value.shape[2]))
+        states = self.states(key.new_zeros(0, dtype=torch.float32), (value.shape[1], key.shape[2], value.shape[2]))
         ends: list[Tensor | None] = []
         for group in self._groups:
             size, rows = plan.sizes[group[0]], slice(plan.firsts[group[0]], plan.firsts[group[-1] + 1])

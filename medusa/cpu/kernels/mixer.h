@@ -57,10 +57,10 @@ template <class T> struct Mixing {
         grow(mixed, channels() + LANES);
         convolve(r, mixed.data());
         const int64_t all_keys = at.key_heads * at.keys;
-        float *query = queries + r * at.heads * at.keys, *key = memory.key + r * at.heads * at.keys;
+        float *query = queries + r * all_keys, *key = memory.key + r * all_keys;
         if (at.kind == DELTA_RULE) {
-            spread(mixed.data(), query, [&](const T* from, float* to) { unit(from, 1 / std::sqrt(float(at.keys)), to); });
-            spread(mixed.data() + all_keys, key, [&](const T* from, float* to) { unit(from, 1, to); });
+            for (int64_t i = 0; i < all_keys; i += at.keys)
+                unit(&mixed[i], 1 / std::sqrt(float(at.keys)), query + i), unit(&mixed[all_keys + i], 1, key + i);
             widened(mixed.data() + 2 * all_keys, outputs(), memory.value + r * outputs());
             for_vectors(at.heads, [&](int64_t h, int here) {
                 vf open[1] = {splat(1.f)}, gate[1] = {wide(rates_of(r) + h, here)};
@@ -70,8 +70,7 @@ template <class T> struct Mixing {
             for (int64_t h = 0; h < at.heads; h++)
                 memory.decay[r * at.heads + h] = at.slopes[h] * softplus(widen(decays_of(r)[h]) + at.steps[h]);
         } else {
-            spread(mixed.data() + outputs() + all_keys, query, [&](const T* from, float* to) { widened(from, at.keys, to); });
-            spread(mixed.data() + outputs(), key, [&](const T* from, float* to) { widened(from, at.keys, to); });
+            widened(&mixed[outputs()], all_keys, key), widened(&mixed[outputs() + all_keys], all_keys, query);
             for (int64_t h = 0; h < at.heads; h++) {
                 const float x = narrowed(widen(decays_of(r)[h]) + at.steps[h]);
                 const float step = narrowed(std::clamp(narrowed(softplus(x)), at.least, at.most));
@@ -83,7 +82,7 @@ template <class T> struct Mixing {
     }
 
     Recurring recurring(int64_t texts, const int64_t* firsts, const int64_t* above, const float* queries, float* out) const {
-        return {1, texts, at.heads, at.keys, at.values, firsts, above, queries, memory.key, memory.value, memory.decay, memory.rate, memory.states, out, memory.ends};
+        return {1, texts, at.key_heads, at.heads, at.keys, at.values, firsts, above, queries, memory.key, memory.value, memory.decay, memory.rate, memory.states, out, memory.ends};
     }
 
     // What the layer's last projection reads of a row.
@@ -126,11 +125,6 @@ template <class T> struct Mixing {
     }
     static float narrowed(float x) { T y; narrow(x, &y); return widen(y); }
     static float softplus(float x) { return x > 20 ? x : std::log1p(std::exp(x)); }
-
-    // Every head's numbers from those of its group.
-    template <class Use> void spread(const T* from, float* to, Use use) const {
-        for (int64_t h = 0; h < at.heads; h++) use(from + h * at.key_heads / at.heads * at.keys, to + h * at.keys);
-    }
 
     // A head's numbers divided by their length, times a factor.
     void unit(const T* from, float factor, float* to) const {

@@ -320,9 +320,9 @@ template <class T, class W> class Run {  // W: how its weights are met
         for (const Block* block = at.blocks; block != at.blocks + at.layers; block++) {
             widest = std::max(widest, width(*block)), read = std::max(read, block->output.in);
             if (!block->mixer) continue;
-            const int64_t heads = rows * block->mixer->heads;
-            grow(asked, heads * block->mixer->keys + LANES), grow(recurred, heads * block->mixer->values + LANES);
-            if (block->mixer->kind == MAMBA) grow(skipped, heads * block->mixer->values + LANES);
+            const int64_t values = rows * block->mixer->heads * block->mixer->values;
+            grow(asked, rows * block->mixer->key_heads * block->mixer->keys + LANES), grow(recurred, values + LANES);
+            if (block->mixer->kind == MAMBA) grow(skipped, values + LANES);
         }
         stream.resize(rows * at.hidden + LANES), projected.resize(rows * widest + LANES);
         if (rows > FEW) x.resize(W::rows(rows) * W::room(read));

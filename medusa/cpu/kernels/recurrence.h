@@ -5,9 +5,9 @@
 #include "vectors.h"
 
 struct Recurring {
-    int64_t threads, texts, heads, keys, values;
+    int64_t threads, texts, key_heads, heads, keys, values;  // several heads may share a query and a key
     const int64_t *firsts, *above;  // [texts + 1] where the rows of each text begin; [rows] the row before, in its text, or -1
-    const float *query, *key;       // [rows, heads, keys]; no query: no outputs
+    const float *query, *key;       // [rows, key heads, keys]; no query: no outputs
     const float* value;             // [rows, heads, values]
     const float *decay, *rate;      // [rows, heads]; no rate: values are added as they are
     const float* const* states;     // [texts] of [heads, keys, values]
@@ -42,7 +42,7 @@ class Recurrence {
         for (int64_t i = 0; i < K; i++) move(at.states[text] + place + i * at.values, &states[i * WIDTH], here);
         for (int64_t r = 0; r < rows; r++) {
             const float* before = &states[end ? 0 : (above[r] + 1) * size];
-            row((first + r) * at.heads + head, column, here, before, needed[r] ? &states[end ? 0 : (r + 1) * size] : nullptr);
+            row(first + r, head, column, here, before, needed[r] ? &states[end ? 0 : (r + 1) * size] : nullptr);
         }
         if (end)
             for (int64_t i = 0; i < K; i++) move(&states[i * WIDTH], end + place + i * at.values, here);
@@ -53,8 +53,9 @@ class Recurrence {
         for_vectors(count, [&](int64_t i, int some) { put(wide(from + i, some), to + i, some); });
     }
 
-    void row(int64_t r, int64_t first, int64_t here, const float* before, float* after) {
-        const float *key = at.key + r * at.keys, *query = at.query ? at.query + r * at.keys : nullptr;
+    void row(int64_t index, int64_t head, int64_t first, int64_t here, const float* before, float* after) {
+        const int64_t r = index * at.heads + head, shared = (index * at.key_heads + head * at.key_heads / at.heads) * at.keys;
+        const float *key = at.key + shared, *query = at.query ? at.query + shared : nullptr;
         const vf factor = splat(exponential(at.decay[r]));
         vf known[N] = {}, read[N] = {}, u[N];
         if (at.rate && query)
