@@ -8,9 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from medusa.base.recurrent_block import MixerParts
-from medusa.cpu.recurrence import Filter, addresses, filter_of
+from medusa.cpu.recurrence import Filter, Steps, addresses, filter_of
 from medusa.recurrence import RecurrentPass
 
 KINDS = ("short convolution", "delta rule", "Mamba 2")
@@ -34,8 +35,14 @@ class Memory(ctypes.Structure):
 
     _fields_ = [
         (name, _POINTER)
-        for name in ("windows", "taken", "inputs", "states", "ends", "key", "value", "decay", "rate")
+        for name in ("windows", "taken", "inputs", "states", "pasts", "ends", "key", "value", "decay", "rate")
     ]  # fmt: skip
+
+
+class _Past(ctypes.Structure):
+    """``Past`` of the kernel."""
+
+    _fields_ = [("rows", Steps), ("path", _POINTER), ("count", _INT), ("state", _POINTER)]
 
 
 class Mixer:
@@ -54,6 +61,7 @@ class Mixer:
         ]
         tensors = [*factors, None if parts.norm is None else parts.norm.detach()]
         self._alive += [x for x in tensors if x is not None]
+        self._shape = parts.heads, parts.keys, parts.values
         self.struct = _Mixer(
             KINDS.index(parts.kind), parts.key_heads, parts.heads, parts.keys, parts.values, parts.groups, self._filter,
             *(None if x is None else x.data_ptr() for x in tensors), parts.epsilon, *parts.bounds,
@@ -64,18 +72,18 @@ class Mixer:
         parts, own.layer = self._parts, self._index
         inputs_RC = parts.filter.new_empty(rows, self._filter.channels)
         windows = own.windows(self._filter.width - 1, inputs_RC)
-        before, taken = torch.cat(windows), own.taken(self._filter.width - 1)
-        alive: list[Any] = [before, taken]
-        memory = Memory(before.data_ptr(), taken.data_ptr(), inputs_RC.data_ptr())
+        inputs, taken = torch.cat(windows), own.taken(self._filter.width - 1)
+        alive: list[Any] = [inputs, taken]
+        memory = Memory(inputs.data_ptr(), taken.data_ptr(), inputs_RC.data_ptr())
         if parts.heads:
-            states = own.states(torch.empty(0), (parts.heads, parts.keys, parts.values))
+            before, states, pasts = self._begin(own, alive)
             ends = [torch.empty_like(state) if chain else None for state, chain in zip(states, own.chains, strict=True)]
             heads = parts.heads
             sizes = [(parts.key_heads, parts.keys), (heads, parts.values), (heads,), (heads,)]
             given = [torch.empty(rows, *size) for size in sizes[: 4 if parts.kind == "delta rule" else 3]]
-            arrays = addresses(states), addresses(ends)
+            arrays = addresses(before), pasts, addresses(ends)
             alive += arrays
-            memory.states, memory.ends = (ctypes.addressof(array) for array in arrays)
+            memory.states, memory.pasts, memory.ends = (ctypes.addressof(array) for array in arrays)
             for name, x in zip(("key", "value", "decay", "rate"), given, strict=False):
                 setattr(memory, name, x.data_ptr())
 
@@ -87,3 +95,16 @@ class Mixer:
             alive.clear()
 
         return memory, keep
+
+    def _begin(self, own: RecurrentPass, alive: list[Any]) -> tuple[list[Tensor], list[Tensor], Any]:
+        """The states from which texts begin, those before the pass's rows, and the rows that lead there."""
+        begun, states, found = [], [], own.reach()
+        pasts = (_Past * len(found))()
+        for number, (kept, path) in enumerate(found):
+            begun.append(torch.zeros(self._shape) if kept is None else kept.state)
+            states.append(torch.empty_like(begun[-1]) if path else begun[-1])
+            if kept is not None and path:
+                places, rows = (_INT * len(path))(*path), [x.data_ptr() for x in kept.rows]
+                alive += [places, kept]
+                pasts[number] = _Past(Steps(None, *rows), ctypes.addressof(places), len(path), states[-1].data_ptr())
+        return begun, states, pasts

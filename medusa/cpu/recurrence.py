@@ -10,13 +10,20 @@ from torch import Tensor
 from medusa.cpu.native import kernels, number_type
 
 
+class Steps(ctypes.Structure):
+    """``Steps`` of recurrence.h."""
+
+    _fields_ = [(name, ctypes.c_void_p) for name in ("query", "key", "value", "decay", "rate")]
+
+
 class _Recurring(ctypes.Structure):
     """``Recurring`` of recurrence.h."""
 
     _fields_ = [
         *[(name, ctypes.c_int64) for name in ("threads", "texts", "key_heads", "heads", "keys", "values")],
-        *[(name, ctypes.c_void_p) for name in ("firsts", "above", "query", "key", "value", "decay", "rate")],
-        *[(name, ctypes.c_void_p) for name in ("states", "out", "ends")],
+        *[(name, ctypes.c_void_p) for name in ("firsts", "above")],
+        ("rows", Steps),
+        *[(name, ctypes.c_void_p) for name in ("states", "pasts", "out", "ends")],
     ]
 
 
@@ -63,7 +70,7 @@ def recur(
     kernels().medusa_recur(ctypes.byref(_Recurring(
         torch.get_num_threads(), texts, key_heads, value.shape[2], keys, value.shape[3],
         ctypes.addressof(firsts), above.data_ptr(),
-        *(None if x is None else x.data_ptr() for x in given), ctypes.addressof(states),
+        Steps(*(None if x is None else x.data_ptr() for x in given)), ctypes.addressof(states), None,
         None if out is None else out.data_ptr(), ctypes.addressof(ends),
     )))  # fmt: skip
     return out, end

@@ -92,18 +92,24 @@ class RecurrentStates:
         Raises:
             StatesLostError: There is no such state.
         """
+        kept, path = self.reach(text, part, length)
+        if kept is None or not path:
+            return None if kept is None else kept.state
+        return advance(kept.state, [rows[torch.tensor(path, device=rows.device)] for rows in kept.rows])
+
+    def reach(self, text: int, part: object, length: int) -> tuple[Kept | None, list[int]]:
+        """What is kept, and which of its rows lead to the state after ``length`` positions; see ``before``."""
         kept = self._kept.get(text, {}).get(part)
         if kept is None and length == 0:
-            return None
+            return None, []
         if kept is None or not kept.length <= length <= kept.length + kept.size:
             raise StatesLostError(
                 f"recurrent layers have no state of this text after {length} tokens; compute it from its beginning"
             )
         if (state := kept.after(length)) is not None:
-            return state
+            return Kept(length, state), []
         accepted = length - kept.length
-        path = self._paths.get(text, list(range(accepted)))[:accepted]
-        return advance(kept.state, [rows[torch.tensor(path, device=rows.device)] for rows in kept.rows])
+        return kept, self._paths.get(text, list(range(accepted)))[:accepted]
 
     def keep(self, text: int, part: object, kept: Kept) -> None:
         """Keep this of a text."""
@@ -241,6 +247,10 @@ class RecurrentPass:
             state = self._states.before(text, (self.layer, "state"), length, _apply_rows)
             found.append(like.new_zeros(shape) if state is None else state)
         return found
+
+    def reach(self) -> list[tuple[Kept | None, list[int]]]:
+        """What is kept of the layer's state for each text, and which of its rows were accepted since."""
+        return [self._states.reach(text, (self.layer, "state"), length) for text, length in self._plan.texts]
 
     def keep_rows(self, states: Sequence[Tensor], given: Sequence[Tensor], ends: Sequence[Tensor | None]) -> None:
         """Keep the layer's states, the inputs [R, ...] of the rows, and the states after chains."""

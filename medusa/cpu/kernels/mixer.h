@@ -26,8 +26,9 @@ struct Memory {
     const int64_t* taken;         // [rows, width] the inputs of each row: first windows are counted, then rows
     void* inputs;                 // [rows, channels]
     const float* const* states;   // see Recurring
+    const Past* pasts;
     float* const* ends;
-    float *key, *value, *decay, *rate;  // as in Recurring
+    float *key, *value, *decay, *rate;  // as in Steps
 };
 
 template <class T> struct Mixing {
@@ -82,7 +83,7 @@ template <class T> struct Mixing {
     }
 
     Recurring recurring(int64_t texts, const int64_t* firsts, const int64_t* above, const float* queries, float* out) const {
-        return {1, texts, at.key_heads, at.heads, at.keys, at.values, firsts, above, queries, memory.key, memory.value, memory.decay, memory.rate, memory.states, out, memory.ends};
+        return {1, texts, at.key_heads, at.heads, at.keys, at.values, firsts, above, {queries, memory.key, memory.value, memory.decay, memory.rate}, memory.states, memory.pasts, out, memory.ends};
     }
 
     // What the layer's last projection reads of a row.

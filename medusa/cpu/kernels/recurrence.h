@@ -4,13 +4,26 @@
 #include "team.h"
 #include "vectors.h"
 
-struct Recurring {
-    int64_t threads, texts, key_heads, heads, keys, values;  // several heads may share a query and a key
-    const int64_t *firsts, *above;  // [texts + 1] where the rows of each text begin; [rows] the row before, in its text, or -1
+// The inputs of rows.
+struct Steps {
     const float *query, *key;       // [rows, key heads, keys]; no query: no outputs
     const float* value;             // [rows, heads, values]
     const float *decay, *rate;      // [rows, heads]; no rate: values are added as they are
+};
+
+// Rows of an earlier pass that come before all rows of a text.
+struct Past {
+    Steps rows;
+    const int64_t *path, count;     // which of the rows
+    float* state;                   // [heads, keys, values] after them
+};
+
+struct Recurring {
+    int64_t threads, texts, key_heads, heads, keys, values;  // several heads may share a query and a key
+    const int64_t *firsts, *above;  // [texts + 1] where the rows of each text begin; [rows] the row before, in its text, or -1
+    Steps rows;
     const float* const* states;     // [texts] of [heads, keys, values]
+    const Past* pasts;              // [texts], or null: none
     float* out;                     // [rows, heads, values]
     float* const* ends;             // [texts] of [heads, keys, values] after the rows of a chain; none: they are a tree
 };
@@ -40,9 +53,13 @@ class Recurrence {
         thread_local Buffer<float> states;  // of rows that others follow, [keys, WIDTH] each; the first is the one before all
         grow(states, size_t(size * (end ? 1 : rows + 1)));
         for (int64_t i = 0; i < K; i++) move(at.states[text] + place + i * at.values, &states[i * WIDTH], here);
+        if (const Past* past = at.pasts ? at.pasts + text : nullptr; past && past->count) {
+            for (int64_t i = 0; i < past->count; i++) row(past->rows, past->path[i], head, column, here, &states[0], &states[0]);
+            for (int64_t i = 0; i < K; i++) move(&states[i * WIDTH], past->state + place + i * at.values, here);
+        }
         for (int64_t r = 0; r < rows; r++) {
             const float* before = &states[end ? 0 : (above[r] + 1) * size];
-            row(first + r, head, column, here, before, needed[r] ? &states[end ? 0 : (r + 1) * size] : nullptr);
+            row(at.rows, first + r, head, column, here, before, needed[r] ? &states[end ? 0 : (r + 1) * size] : nullptr);
         }
         if (end)
             for (int64_t i = 0; i < K; i++) move(&states[i * WIDTH], end + place + i * at.values, here);
@@ -53,12 +70,12 @@ class Recurrence {
         for_vectors(count, [&](int64_t i, int some) { put(wide(from + i, some), to + i, some); });
     }
 
-    void row(int64_t index, int64_t head, int64_t first, int64_t here, const float* before, float* after) {
+    void row(const Steps& rows, int64_t index, int64_t head, int64_t first, int64_t here, const float* before, float* after) {
         const int64_t r = index * at.heads + head, shared = (index * at.key_heads + head * at.key_heads / at.heads) * at.keys;
-        const float *key = at.key + shared, *query = at.query ? at.query + shared : nullptr;
-        const vf factor = splat(exponential(at.decay[r]));
+        const float *key = rows.key + shared, *query = rows.query ? rows.query + shared : nullptr;
+        const vf factor = splat(exponential(rows.decay[r]));
         vf known[N] = {}, read[N] = {}, u[N];
-        if (at.rate && query)
+        if (rows.rate && query)
             for (int64_t k = 0; k < at.keys; k++) {
                 const vf x = splat(key[k]), y = splat(query[k]);
                 EACH {
@@ -66,12 +83,12 @@ class Recurrence {
                     known[i] = fma(x, s, known[i]), read[i] = fma(y, s, read[i]);
                 }
             }
-        else if (at.rate) sum_rows(key, before, known);
+        else if (rows.rate) sum_rows(key, before, known);
         else if (query) sum_rows(query, before, read);
         EACH {
             const int64_t more = i * LANES, some = here - more;
-            u[i] = some > 0 ? wide(at.value + r * at.values + first + more, int(std::min<int64_t>(some, LANES))) : vf{};
-            if (at.rate) u[i] = splat(at.rate[r]) * (u[i] - factor * known[i]);
+            u[i] = some > 0 ? wide(rows.value + r * at.values + first + more, int(std::min<int64_t>(some, LANES))) : vf{};
+            if (rows.rate) u[i] = splat(rows.rate[r]) * (u[i] - factor * known[i]);
         }
         if (query) {
             vf both{};
