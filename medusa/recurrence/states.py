@@ -219,7 +219,8 @@ class RecurrentPass:
             rate: [R, H], or None.
         """
         plan, outs = self._plan, []
-        given = [x.float() for x in ([key, value, decay] if rate is None else [key, value, decay, rate])]
+        # Rows of their own, since a fused pass may read what is kept.
+        given = [x.float().contiguous() for x in (key, value, decay, rate) if x is not None]
         states = self.states(key.new_zeros(0, dtype=torch.float32), (value.shape[1], key.shape[2], value.shape[2]))
         ends: list[Tensor | None] = []
         for group in self._groups:
