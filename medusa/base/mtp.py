@@ -21,6 +21,7 @@ from transformers.modeling_layers import MtpModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from medusa.attention import IMPLEMENTATION, TreeAttention, TreePlan
+from medusa.base import gguf
 from medusa.cache import BlockPool, Follower
 from medusa.files import read_object
 
@@ -82,6 +83,9 @@ class MtpLayer(Follower):
             )
         remedy = "leave mtp out"
         try:
+            if next(Path(model.config.name_or_path).glob(gguf.WEIGHTS), None):
+                remedy = f"give a checkpoint in safetensors files, or {remedy}"
+                raise ValueError("it is not read from GGUF files")
             stored, wanted = _stored_names(model.config.name_or_path), loader.get_mtp_weights_regex(model)
             if stored and not any(wanted.search(name) for name in stored):
                 remedy = f"copy {'mtp.*' if loader is _QwenMtp else 'them'} from the original checkpoint, or {remedy}"
