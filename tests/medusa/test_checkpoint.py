@@ -72,7 +72,8 @@ def test_a_pickle_of_more_than_tensors_is_not_read(copy, capsys):
 
 
 @pytest.mark.parametrize("family", RECURRENT)
-def test_no_advice_to_install_what_a_cpu_cannot_use(family, base_directory, caplog):
+def test_no_advice_to_install_what_a_cpu_cannot_use(family, base_directory, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     log = logging.getLogger("transformers.integrations.hub_kernels")
     type(log).warning_once.cache_clear()
     BaseModel.load(base_directory, device="cpu")
