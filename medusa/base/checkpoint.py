@@ -19,6 +19,7 @@ from medusa.base.names import full_name
 from medusa.base.plain import load_plain
 from medusa.base.tensor_parallel import divide
 from medusa.clock import limit_threads, machine_memory
+from medusa.cpu.experts import use_experts
 from medusa.cpu.int8 import round_linears
 from medusa.cpu.native import DTYPES, available, expands_quickly, use_kernels
 from medusa.cpu.packed import DTYPE as PACKED_DTYPE
@@ -110,6 +111,8 @@ def read_checkpoint(
         round_linears(model, output=model.get_output_embeddings())
     if pack and device.type == "cpu" and not spread:
         use_kernels(model)
+        if available():
+            use_experts(model)
     return Checkpoint(model, tokenizer, name, smollm2.source(path) or groupwise.describe(config))
 
 

@@ -75,6 +75,7 @@ def kernels() -> ctypes.CDLL:
         "keep": [number, pointer, pointer, number, number, *[pointer] * 4, number, number],
         "reorder": [ctypes.c_int, ctypes.POINTER(LinearStruct), pointer],
         "pass": [pointer],
+        "experts": [pointer],
         "draft": [pointer],
         "plant": [pointer, pointer, pointer],
         "grow": [pointer, ctypes.c_int, number, number, pointer, pointer],

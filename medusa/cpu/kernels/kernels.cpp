@@ -1,5 +1,6 @@
 // What Python calls, see medusa/cpu/native.py. Functions answer how it went.
 #include "draw.h"
+#include "experts.h"
 #include "grow.h"
 #include "heads.h"
 #include "lookup.h"
@@ -122,6 +123,12 @@ extern "C" int medusa_reorder(int threads, const Linear* weight, char* to) {
 extern "C" int medusa_pass(const Pass* pass) {
     return outcome([&] {
         as_usual(pass->number_type, pass->int8, [&](auto number, auto how) { Run<decltype(number), decltype(how)>{*pass}(); });
+    });
+}
+
+extern "C" int medusa_experts(const Mixture* at) {
+    return outcome([&] {
+        as_usual(at->number_type, [&](auto number, auto how) { Experts<decltype(number), decltype(how)>{*at}(); });
     });
 }
 

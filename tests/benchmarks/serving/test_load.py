@@ -44,7 +44,8 @@ def test_so_many_clients_ask_until_enough_is_complete(server, clients):
 def test_first_answers_are_cut_at_different_lengths(server):
     level(server, 4, requests=4)
     assert sorted(request["max_tokens"] for request in server.requests[:4]) == [2, 4, 6, 8]
-    assert [request["messages"][0]["content"] for request in server.requests[4:6]] == ["prompt 4", "prompt 5"]
+    # Two clients may be ready at the same time.
+    assert {request["messages"][0]["content"] for request in server.requests[4:6]} == {"prompt 4", "prompt 5"}
 
 
 def test_the_window_is_as_long_as_asked_for(server):
