@@ -45,8 +45,13 @@ def are_usual(experts: Any) -> bool:
     """Whether these are experts that the kernel knows."""
     if getattr(type(experts), "_apply_gate", None) is not _default_apply_gate:
         return False
-    others = experts.has_bias or experts.has_post_expert_norm or experts.is_transposed or experts._is_expert_parallel
-    plain = experts.has_gate and experts.is_concatenated and not others
+    others = (
+        "has_bias",
+        "has_post_expert_norm",
+        "is_transposed",
+        "_is_expert_parallel",
+    )  # some are new in transformers
+    plain = experts.has_gate and experts.is_concatenated and not any(getattr(experts, name, False) for name in others)
     weights = (experts.gate_up_proj, experts.down_proj) if plain else ()
     known = all(type(one) is nn.Parameter and reads(one) and one.is_contiguous() for one in weights)
     return plain and known and _is_gelu(experts) is not None
