@@ -109,8 +109,9 @@ def attention_layers(decoder: Any) -> list[Any]:
 
 def has_gates(attention: Any) -> bool:
     """Whether a gate of its output follows each head of queries, as in Qwen 3.5."""
-    queries = attention.config.num_attention_heads * attention.head_dim
-    return part_of(attention, ("q_proj",)) is not None and attention.q_proj.out_features == 2 * queries
+    queries = attention.config.num_attention_heads * getattr(attention, "head_dim", 0)
+    outputs = getattr(part_of(attention, ("q_proj",)), "out_features", None)
+    return bool(queries) and outputs == 2 * queries
 
 
 def shape_of(decoder: Any) -> dict[str, Any]:

@@ -79,6 +79,6 @@ def test_no_advice_to_install_what_a_cpu_cannot_use(family, base_directory, capl
     BaseModel.load(base_directory, device="cpu")
     with caplog.at_level(logging.WARNING, "transformers"), torch.inference_mode():
         tiny(family)[1](torch.tensor([[5, 6, 7]]), use_cache=False)
-    assert "falling back" not in caplog.text
-    log.warning("`something_else` is falling back")
+        assert "falling back" not in caplog.text
+        log.warning("`something_else` is falling back")
     assert "falling back" in caplog.text
