@@ -16,8 +16,11 @@ from medusa.cpu import native
 pytestmark = pytest.mark.slow
 
 HERE = Path(__file__).parent
-ALL = ("native", "native_drafts", "exactness", "recurrent", "attention", "int8", "packed", "loss_kernel")
-FEW = ("native", "exactness", "recurrent", "loss_kernel")
+ALL = (
+    "native", "native_drafts", "exactness", "recurrent_kernels", "experts", "attention", "int8", "packed",
+    "loss_kernel",
+)  # fmt: skip
+FEW = ("native", "exactness", "loss_kernel", "recurrent_kernels")
 """For flavours that few machines run, or that differ in little: linear and recurrent layers, passes, and texts."""
 KERNELS = Path(native.__file__).with_name("kernels")
 CHECK = [
