@@ -2,6 +2,7 @@
 #pragma once
 #include <stdexcept>
 
+#include "linear.h"
 #include "team.h"
 #include "tiles.h"
 
