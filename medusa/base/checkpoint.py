@@ -111,8 +111,7 @@ def read_checkpoint(
         round_linears(model, output=model.get_output_embeddings())
     if pack and device.type == "cpu" and not spread:
         use_kernels(model)
-        if available():
-            use_experts(model)
+        use_experts(model)
     return Checkpoint(model, tokenizer, name, smollm2.source(path) or groupwise.describe(config))
 
 
