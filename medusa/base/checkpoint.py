@@ -30,8 +30,6 @@ logger = logging.getLogger(__name__)
 
 EXPANDED_SHARE = 0.5
 """Largest share of the machine's memory for expanded weights, if packed weights are slower."""
-
-
 REPLACED = ("causal_conv1d_fn", "chunk_gated_delta_rule", "mamba_chunk_scan_combined")
 """Functions of recurrent layers in whose place ours decode, by the names that transformers' advice has for them."""
 

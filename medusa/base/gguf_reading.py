@@ -80,10 +80,11 @@ class Reading:
             ValueError: A tensor has another shape, or a type that cannot be expanded.
         """
         wanted, made = tensors_of(self.outline), dict[str, Tensor]()
-        names = [stored.name for stored in self._stored if self.name(stored) not in wanted]
+        others = {one.name: name for one in self._stored if (name := self.name(one)) not in wanted}
         # The former are in the config, the latter are not the decoder's.
-        known = [name for name in names if name.startswith("rope_f") or self._names.get(name, "").startswith("mtp.")]
-        if left_out := [name for name in names if name not in known]:
+        if left_out := [
+            one for one, name in others.items() if not (one.startswith("rope_f") or name.startswith("mtp."))
+        ]:
             said = "GGUF file %s: transformers leaves out %s; texts may differ from those of llama.cpp"
             logger.warning(said, self._file.name, ", ".join(left_out))
         left = Counter(self.name(stored) for stored in self._stored)

@@ -76,7 +76,7 @@ def check_decoder(decoder: Any, recurrent: bool = False) -> None:
         UnusualBlockError: They have.
     """
     _know(decoder, DECODER_PARTS, "the decoder")
-    norm = part_of(decoder, LAST_NORMS)
+    norm = last_norm(decoder)
     if not isinstance(getattr(norm, "weight", None), Tensor):
         raise UnusualBlockError(f"its norms are {type(norm).__name__}")
     for layer in decoder.layers:
@@ -102,6 +102,25 @@ def part_of(module: Any, names: Sequence[str]) -> Any:
     return next((part for name in names if (part := getattr(module, name, None)) is not None), None)
 
 
+def last_norm(decoder: Any) -> Any:
+    """The norm behind the last layer."""
+    return part_of(decoder, LAST_NORMS)
+
+
+def attention_linears(attention: Any) -> tuple[list[Any], Any]:
+    """The projections to queries, keys and values, one for each or one for all; and the last one."""
+    joined = getattr(attention, "qkv_proj", None)
+    heads = [getattr(attention, f"{name}_proj") for name in "qkv"] if joined is None else [joined]
+    return heads, part_of(attention, OUTPUTS)
+
+
+def mlp_linears(layer: Any) -> tuple[list[Any], Any]:
+    """The projections to gates and to what they let through, one for each or one for both; and the last one."""
+    mlp = part_of(layer, MLPS)
+    joined = part_of(mlp, GATE_AND_UP)
+    return [part_of(mlp, GATE), part_of(mlp, UP)] if joined is None else [joined], part_of(mlp, DOWN)
+
+
 def attention_layers(decoder: Any) -> list[Any]:
     """The decoder's layers that are not recurrent."""
     return [layer for layer in decoder.layers if getattr(layer, "self_attn", None) is not None]
@@ -120,7 +139,7 @@ def shape_of(decoder: Any) -> dict[str, Any]:
     Raises:
         UnusualBlockError: Its norms or heads are of another kind.
     """
-    layer, config, norm = attention_layers(decoder)[0], decoder.config, part_of(decoder, LAST_NORMS)
+    layer, config, norm = attention_layers(decoder)[0], decoder.config, last_norm(decoder)
     dim, epsilon = getattr(layer.self_attn, "head_dim", 0), _epsilon(norm)
     if not dim or epsilon is None:
         raise UnusualBlockError("its norms or heads are of another kind")
@@ -200,7 +219,7 @@ def rotaries_of(decoder: Any) -> tuple[list[Rotary], list[int]]:
 
     names = list(by_type)
     rotaries = [Rotary(partial(angles, [] if name is None else [name])) for name in names]
-    like = part_of(decoder, LAST_NORMS).weight
+    like = last_norm(decoder).weight
     if len({rotary.tables(1, like)[0].shape[1] for rotary in rotaries}) > 1:
         raise UnusualBlockError("its layers turn different parts of their heads")
     types = [None] * len(decoder.layers) if None in by_type else decoder.config.layer_types[: len(decoder.layers)]
@@ -221,7 +240,7 @@ def turns_pairs(decoder: Any, rotary: Rotary) -> bool:
     """
     attention = attention_layers(decoder)[0].self_attn
     turn = getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)
-    rotated = rotary.tables(1, part_of(decoder, LAST_NORMS).weight)[0].shape[1]
+    rotated = rotary.tables(1, last_norm(decoder).weight)[0].shape[1]
     if turn is None or not rotated:
         return False
     head, angles = torch.arange(1.0, attention.head_dim + 1).view(1, 1, 1, -1), torch.zeros(1, 1, rotated)
@@ -240,7 +259,7 @@ def turns_pairs(decoder: Any, rotary: Rotary) -> bool:
 @torch.no_grad()
 def query_scales_of(decoder: Any, positions: int) -> Tensor | None:
     """Factors [positions] on turned queries, in the weights' dtype, as Ministral 3 has them; None = none."""
-    module, like = sys.modules[type(decoder).__module__], part_of(decoder, LAST_NORMS).weight
+    module, like = sys.modules[type(decoder).__module__], last_norm(decoder).weight
     find, rope = getattr(module, "get_llama_4_attn_scale", None), getattr(decoder.config, "rope_parameters", None) or {}
     if find is None:
         return None

@@ -16,6 +16,8 @@ from medusa.cpu.native import kernels, number_type, reads
 
 IMPLEMENTATION = "medusa"
 """Name among transformers' implementations of experts."""
+UNKNOWN = ("has_bias", "has_post_expert_norm", "is_transposed", "_is_expert_parallel")
+"""Marks of experts that the kernel does not know; some are new in transformers."""
 _INT, _POINTER = ctypes.c_int64, ctypes.c_void_p
 
 
@@ -45,13 +47,7 @@ def are_usual(experts: Any) -> bool:
     """Whether these are experts that the kernel knows."""
     if getattr(type(experts), "_apply_gate", None) is not _default_apply_gate:
         return False
-    others = (
-        "has_bias",
-        "has_post_expert_norm",
-        "is_transposed",
-        "_is_expert_parallel",
-    )  # some are new in transformers
-    plain = experts.has_gate and experts.is_concatenated and not any(getattr(experts, name, False) for name in others)
+    plain = experts.has_gate and experts.is_concatenated and not any(getattr(experts, name, False) for name in UNKNOWN)
     weights = (experts.gate_up_proj, experts.down_proj) if plain else ()
     known = all(type(one) is nn.Parameter and reads(one) and one.is_contiguous() for one in weights)
     return plain and known and _is_gelu(experts) is not None

@@ -9,19 +9,14 @@ from torch import Tensor, nn
 from medusa.attention import Span, TreePlan
 from medusa.base.recurrent_block import mixer_of
 from medusa.base.usual_block import (
-    DOWN,
-    GATE,
-    GATE_AND_UP,
-    LAST_NORMS,
-    MLPS,
-    OUTPUTS,
-    UP,
     UnusualBlockError,
+    attention_linears,
     check_decoder,
     embedding_scale,
     has_gates,
+    last_norm,
+    mlp_linears,
     norms_of,
-    part_of,
     query_scales_of,
     rotaries_of,
     shape_of,
@@ -85,9 +80,9 @@ class FusedPass:
         check_decoder(decoder, recurrent=True)
         if not native.available():
             raise UnusualBlockError("there are no C++ kernels here")
-        self._norm, self._alive, self._mixers = part_of(decoder, LAST_NORMS), list[Tensor](), dict[int, Mixer]()
+        self._norm, self._alive, self._mixers = last_norm(decoder), list[Tensor](), dict[int, Mixer]()
         layers = list(decoder.layers)
-        down = part_of(part_of(layers[0], MLPS), DOWN)
+        _, down = mlp_linears(layers[0])
         self._shape, self._dtype = _shape(decoder, down), self._norm.weight.dtype
         self._int8 = isinstance(down, Int8Linear)
         self._blocks = (Block * len(layers))(*[self._read(index, layer) for index, layer in enumerate(layers)])
@@ -143,28 +138,20 @@ class FusedPass:
 
     def _read(self, index: int, layer: Any) -> Block:
         """Pointers to a layer's weights."""
-        mlp, inner, mixer = part_of(layer, MLPS), self._shape["inner"], mixer_of(layer)
+        inner, mixer, (gated, down) = self._shape["inner"], mixer_of(layer), mlp_linears(layer)
         if mixer is None:
-            heads, output = self._heads(layer.self_attn), part_of(layer.self_attn, OUTPUTS)
+            heads, output = self._heads(layer.self_attn)
         else:
             heads, output = [_whole(linear) for linear in mixer.inputs], mixer.output
-        gated = (
-            _whole(joined).parts((inner, inner))
-            if (joined := part_of(mlp, GATE_AND_UP)) is not None
-            else [_whole(part_of(mlp, GATE)), _whole(part_of(mlp, UP))]
-        )
+        ups = _whole(gated[0]).parts((inner, inner)) if len(gated) == 1 else [_whole(linear) for linear in gated]
         norms = norms_of(layer, self._norm)
         gates = mixer is None and has_gates(layer.self_attn)
         if norms.after is not None and (gates or mixer is not None):
             raise UnusualBlockError("a norm follows a recurrent layer, or gates of attention")
-        linears = [*heads, _whole(output), *gated, _whole(part_of(mlp, DOWN))]
+        linears = [*heads, _whole(output), *ups, _whole(down)]
         own = [one.weight for one in linears if not self._int8]
-        plain = [
-            *own,
-            *(one.bias for one in linears),
-            *norms,
-            *(() if mixer is None else (mixer.filter, mixer.norm)),
-        ]
+        others = () if mixer is None else (mixer.filter, mixer.norm)
+        plain = [*own, *(one.bias for one in linears), *norms, *others]
         dtypes = {DTYPE if isinstance(one, Packed) else one.dtype for one in plain if one is not None}
         if dtypes != {self._dtype}:
             raise UnusualBlockError("its weights are of several dtypes")
@@ -182,18 +169,18 @@ class FusedPass:
             block.mixer = ctypes.addressof(self._mixers[index].struct)
         return block
 
-    def _heads(self, attention: Any) -> list[_Weights]:
-        """The projections to queries, keys and values."""
-        shape = self._shape
+    def _heads(self, attention: Any) -> tuple[list[_Weights], Any]:
+        """The projections to queries, keys and values, and the last one."""
+        shape, (linears, output) = self._shape, attention_linears(attention)
         queries, keys = shape["heads"] * shape["dim"], shape["kv_heads"] * shape["dim"]
         sizes = (1 + has_gates(attention)) * queries, keys, keys
-        if hasattr(attention, "qkv_proj"):
-            return _whole(attention.qkv_proj).parts(sizes)
-        heads = [_whole(getattr(attention, f"{name}_proj")) for name in "qkv"]
+        if len(linears) == 1:
+            return _whole(linears[0]).parts(sizes), output
+        heads = [_whole(linear) for linear in linears]
         for head, size in zip(heads, sizes, strict=True):
             if (head.outputs, head.inputs) != (size, shape["hidden"]):
                 raise UnusualBlockError("its heads are not those of the other layers")
-        return heads
+        return heads, output
 
     def _keep(self, tensors: Sequence[Tensor | None]) -> None:
         """Keep the memory of these tensors alive, even if the module moves."""
@@ -205,7 +192,7 @@ class FusedPass:
 
 def _shape(decoder: Any, down: Any) -> dict[str, Any]:
     """The sizes that all layers share."""
-    norm = part_of(decoder, LAST_NORMS)
+    norm = last_norm(decoder)
     if norm.weight.dtype not in native.DTYPES or norm.weight.device.type != "cpu":
         raise UnusualBlockError(f"its weights are {norm.weight.dtype} on {norm.weight.device}")
     return shape_of(decoder) | {"inner": _whole(down).inputs}

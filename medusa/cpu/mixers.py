@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from medusa.base.recurrent_block import MixerParts
-from medusa.cpu.recurrence import Filter, Steps, addresses, filter_of
+from medusa.cpu.native import addresses
+from medusa.cpu.recurrence import Filter, Steps, filter_of
 from medusa.recurrence import RecurrentPass
 
 KINDS = ("short convolution", "delta rule", "Mamba 2")

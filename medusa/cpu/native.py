@@ -7,7 +7,7 @@ import ctypes
 import logging
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
 from typing import Any, TypeGuard
 
@@ -234,6 +234,12 @@ def reads_indices(*tensors: Tensor) -> bool:
     return all(x.is_cpu and x.dtype == torch.int64 for x in tensors) and available()
 
 
+def addresses(tensors: Iterable[Tensor | None]) -> Any:
+    """An array of the addresses of these tensors, null for None; the tensors must outlive its use."""
+    found = [None if x is None else x.data_ptr() for x in tensors]
+    return (ctypes.c_void_p * len(found))(*found)
+
+
 def keep_rows(
     buffers: Sequence[Tensor], path_SA: Tensor, counts_S: Tensor, lengths_S: Tensor, table_SW: Tensor, size: int
 ) -> None:
@@ -248,7 +254,7 @@ def keep_rows(
         size: Positions of a block.
     """
     path, counts, lengths = path_SA.contiguous(), counts_S.contiguous(), lengths_S.contiguous()
-    memory = (ctypes.c_void_p * len(buffers))(*(buffer.data_ptr() for buffer in buffers))
+    memory = addresses(buffers)
     sizes = (ctypes.c_int64 * len(buffers))(*(buffer.stride(1) * buffer.element_size() for buffer in buffers))
     kernels().medusa_keep(
         len(buffers), memory, sizes, *path.shape, path.data_ptr(), counts.data_ptr(), lengths.data_ptr(),

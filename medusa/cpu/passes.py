@@ -11,8 +11,7 @@ from torch import Tensor
 from medusa.attention import TreePlan
 from medusa.cache import BlockPool
 from medusa.cpu import native
-from medusa.cpu.native import LinearStruct
-from medusa.cpu.recurrence import addresses
+from medusa.cpu.native import LinearStruct, addresses
 
 _INT, _FLOAT, _POINTER = ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
 

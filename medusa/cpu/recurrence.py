@@ -1,13 +1,11 @@
 """The kernels of recurrent layers (kernels/recurrence.h); ``medusa.recurrence.rules`` says what they compute."""
 
 import ctypes
-from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from medusa.cpu.native import kernels, number_type
+from medusa.cpu.native import addresses, kernels, number_type
 
 
 class Steps(ctypes.Structure):
@@ -74,12 +72,6 @@ def recur(
         None if out is None else out.data_ptr(), ctypes.addressof(ends),
     )))  # fmt: skip
     return out, end
-
-
-def addresses(tensors: Iterable[Tensor | None]) -> Any:
-    """An array of the addresses of these tensors; the tensors must outlive its use."""
-    found = [None if x is None else x.data_ptr() for x in tensors]
-    return (ctypes.c_void_p * len(found))(*found)
 
 
 def filter_of(weight_CW: Tensor, bias: Tensor | None, silu: bool) -> tuple[Filter, list[Tensor]]:

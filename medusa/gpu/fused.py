@@ -18,19 +18,14 @@ from torch.nn import functional
 from medusa.attention import Scoring, TreePlan
 from medusa.attention.hook import attend_rows
 from medusa.base.usual_block import (
-    DOWN,
-    GATE,
-    GATE_AND_UP,
-    LAST_NORMS,
-    MLPS,
-    OUTPUTS,
-    UP,
     BlockNorms,
     UnusualBlockError,
+    attention_linears,
     check_decoder,
     embedding_scale,
+    last_norm,
+    mlp_linears,
     norms_of,
-    part_of,
     query_scales_of,
     rotaries_of,
     shape_of,
@@ -93,7 +88,7 @@ class FusedPass:
 
     def __init__(self, decoder: Any, taps: Sequence[int], context_length: int) -> None:
         check_decoder(decoder)
-        shape, self._norm = shape_of(decoder), part_of(decoder, LAST_NORMS)
+        shape, self._norm = shape_of(decoder), last_norm(decoder)
         norm = self._norm.weight
         embedding_scale(decoder.embed_tokens)  # that they are usual ones: the module itself is called
         placed = {(weight.dtype, weight.device) for weight in decoder.parameters()}
@@ -135,22 +130,13 @@ class FusedPass:
         return out_RF
 
     def _read(self, layer: Any, rotary: int, tap: int | None) -> _Layer:
-        attention, mlp, shape = layer.self_attn, part_of(layer, MLPS), self._shape
-        heads = [attention.qkv_proj] if hasattr(attention, "qkv_proj") else [
-            getattr(attention, f"{name}_proj") for name in "qkv"
-        ]  # fmt: skip
-        gated = (
-            [part_of(mlp, GATE_AND_UP)]
-            if part_of(mlp, GATE_AND_UP) is not None
-            else [part_of(mlp, GATE), part_of(mlp, UP)]
-        )
+        shape, (heads, output), (gated, down) = self._shape, attention_linears(layer.self_attn), mlp_linears(layer)
         joined = _joined(heads)
         if len(joined.weight) != (shape["heads"] + 2 * shape["kv_heads"]) * shape["dim"]:
             raise UnusualBlockError("its heads are not those of the other layers")
         norms = norms_of(layer, self._norm)
         head_norms = None if norms.query is None or norms.key is None else torch.cat([norms.query, norms.key]).detach()
-        output, down = _joined([part_of(attention, OUTPUTS)]), _joined([part_of(mlp, DOWN)])
-        return _Layer(joined, output, _joined(gated), down, norms, head_norms, rotary, tap)
+        return _Layer(joined, _joined([output]), _joined(gated), _joined([down]), norms, head_norms, rotary, tap)
 
     def _add_norm(
         self, x_RD: Tensor, added_RD: Tensor | None, after: Tensor | None, before: Tensor | None, out: Tensor
