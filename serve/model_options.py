@@ -134,7 +134,7 @@ def describe(model: "MedusaModel", directory: str | None) -> str:
     small = model.drafters.parts.draft_model
     if small:
         lines.append(f"draft  {small.name.removeprefix(here)} ({small.num_layers} layers)")
-    packed = f", packed weights ({in_words(base.weight_bytes)} for a pass)" if base.packed else ""
+    packed = f", packed weights ({in_words(base.weight_bytes)})" if base.packed else ""
     dtype = str(base.dtype).removeprefix("torch.") + packed + ", fused pass" * base.fused
     where = f"{base.device}, {base.ranks} processes" if base.ranks > 1 else str(base.device)
     lines.append(f"on     {where}, {dtype}, {base.attention.name} attention")

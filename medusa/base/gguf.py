@@ -10,6 +10,7 @@ import glob
 import hashlib
 import json
 import logging
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -141,6 +142,7 @@ def load(directory: str | Path, dtype: "torch.dtype", expand: bool) -> "PreTrain
     from transformers.initialization import no_init_weights
 
     from medusa.base.gguf_reading import tensors_of
+    from medusa.cpu.experts import PackedExperts, are_usual
     from medusa.cpu.packed import Packed, PackedEmbedding, PackedLinear
 
     directory = Path(directory)
@@ -155,16 +157,22 @@ def load(directory: str | Path, dtype: "torch.dtype", expand: bool) -> "PreTrain
         raise ValueError(f"converted weights ({directory}) lack {min(missing)}; remove that directory and load again")
     for name in tensors.keys() - packings.keys():
         _set(model, name, tensors[name].to(dtype))
+    experts = defaultdict[str, dict[str, Packed]](dict)
     for name, packing in packings.items():
-        path, packed = name.removesuffix(".weight"), Packed(tensors[name], *packing)
+        (path, _, own), packed = name.rpartition("."), Packed(tensors[name], *packing)
         module = model.get_submodule(path)
         scale = getattr(module, "embed_scale", None)
         if not expand and isinstance(module, nn.Linear):
             model.set_submodule(path, PackedLinear(packed, module.bias))
         elif not expand and (type(module) is nn.Embedding or isinstance(scale, Tensor)):
             model.set_submodule(path, PackedEmbedding(packed, None if scale is None else scale.to(dtype)))
+        elif not expand and are_usual(module):
+            experts[path][own] = packed
         else:
-            _set(model, name, packed.expand().to(dtype))
+            shape = getattr(module, own).shape
+            _set(model, name, packed.expand().view(shape).to(dtype))
+    for path, parts in experts.items():
+        model.set_submodule(path, PackedExperts.of(model.get_submodule(path), parts))
     embeddings = model.get_input_embeddings()
     if config.tie_word_embeddings and isinstance(embeddings, PackedEmbedding):
         model.set_output_embeddings(PackedLinear(embeddings.packed))

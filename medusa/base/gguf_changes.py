@@ -4,6 +4,7 @@ The loader itself holds the whole model, and expands it in 16 bits, with more ro
 changes is applied to one tensor at a time, in float32.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -39,23 +40,23 @@ class Changes:
         """The model's name for a tensor of the file."""
         return self._find(stored)[0]
 
-    def joins(self, stored: str) -> bool:
-        """Whether several of the file's tensors become one."""
-        step = self._find(stored)[1]
-        return step is not None and len(step.source_patterns) > 1
-
-    def values(self, stored: str, tensor: Tensor) -> Tensor:
-        """The model's values, from those of the file in float32."""
-        name, step = self._find(stored)
+    def values(self, stored: Mapping[str, Tensor]) -> Tensor:
+        """The model's values, from those of the file in float32; of several tensors if they become one."""
+        found = {self._find(name): tensor for name, tensor in stored.items()}
+        (name, _, step), *_ = found
+        tensors = {pattern or name: tensor for (_, pattern, _), tensor in found.items()}
         for change in () if step is None else step.operations:
-            (tensor,) = change.convert({name: tensor}, source_patterns=[name], target_patterns=[name]).values()
+            sources = step.source_patterns if len(tensors) > 1 else list(tensors)
+            tensors = change.convert(tensors, source_patterns=sources, target_patterns=[name])
+        (tensor,) = tensors.values()
         return tensor
 
     def rows(self, stored: str, shape: tuple[int, ...]) -> Tensor:
         """int64 [O]: where the model's rows stand in a matrix [O, I] of the file, if only rows change places."""
         places = torch.arange(shape[0])[:, None].expand(shape)
-        return self.values(stored, places)[:, 0].clone()
+        return self.values({stored: places})[:, 0].clone()
 
-    def _find(self, stored: str) -> tuple[str, Any]:
+    def _find(self, stored: str) -> tuple[str, str | None, Any]:
+        """The model's name for a tensor of the file, and the pattern and the change that meet it."""
         name, pattern = rename_source_key(stored, self._renamings, self._converters)
-        return name, self._by_pattern.get(pattern)
+        return name, pattern, self._by_pattern.get(pattern)

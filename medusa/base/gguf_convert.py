@@ -3,9 +3,10 @@
 import functools
 import inspect
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import permutations
 from math import prod
 from pathlib import Path
 
@@ -140,23 +141,33 @@ def _one_error(file: Path) -> Iterator[None]:
 
 
 def _packed(
-    file: Path, found: Iterable[tuple[str, Tensor, Stored | None]], config: PretrainedConfig
+    file: Path, found: Iterable[tuple[str, Tensor, list[Stored]]], config: PretrainedConfig
 ) -> Iterator[tuple[str, Tensor | Packed, str]]:
     """Name, tensor and type of each of the model's tensors; those whose packed form is equal are packed."""
     with _one_error(file):
         for name, tensor, stored in found:
-            packed = None if stored is None else _pack(tensor, stored, config)
-            yield (name, packed, stored.kind) if stored and packed else (name, tensor, "")
+            packed = _pack(tensor, stored, config)
+            yield (name, packed, stored[0].kind) if packed else (name, tensor, "")
 
 
-def _pack(expanded: Tensor, stored: Stored, config: PretrainedConfig) -> Packed | None:
-    """The packed tensor that expands to exactly ``expanded``; None if there is none."""
-    if stored.kind not in KINDS or expanded.dim() != 2 or stored.shape != expanded.shape:
+def _pack(expanded: Tensor, stored: Sequence[Stored], config: PretrainedConfig) -> Packed | None:
+    """The packed tensor that expands to exactly ``expanded``; None if there is none.
+
+    Args:
+        expanded: A matrix [O, I], or matrices of experts [E, O, I], which become one matrix [E * O, I].
+        stored: What it is made of. Several, in any order, stand one after the other in O.
+    """
+    kinds, dims = {one.kind for one in stored}, {len(one.shape) for one in stored}
+    if len(kinds) != 1 or not kinds <= KINDS.keys() or dims != {expanded.dim()} or expanded.dim() < 2:
         return None
-    blocks = stored.blocks()
-    for rows in _orders(len(expanded), config) if stored.order is None else [stored.order]:
-        if packed := _pack_rows(expanded, blocks, rows, stored.kind):
-            return packed
+    (kind,) = kinds
+    for parts in permutations(stored):
+        blocks = torch.cat([part.blocks() for part in parts], -2).flatten(0, -2)
+        wanted, order = expanded.flatten(0, -2), parts[0].order
+        orders = [torch.arange(len(blocks))] if expanded.dim() > 2 else _orders(len(blocks), config)
+        for rows in orders if order is None else [order]:
+            if len(rows) == len(wanted) and (packed := _pack_rows(wanted, blocks, rows, kind)):
+                return packed
     return None
 
 

@@ -5,7 +5,7 @@ and keys, norms plus 1).
 """
 
 import logging
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -69,17 +69,15 @@ class Reading:
         """Whether each of the model's tensors can be made from a few of the file's tensors, without the others."""
         wanted, steps = tensors_of(self.outline), get_model_conversion_mapping(self.outline)
         changed = any(step.rename_source_key(name)[1] for step in steps for name in wanted)
-        found = set(map(self.name, self._stored))
-        joined = self._changes is not None and any(self._changes.joins(stored.name) for stored in self._stored)
-        return not changed and not joined and wanted.keys() <= found
+        return not changed and wanted.keys() <= set(map(self.name, self._stored))
 
-    def tensors(self) -> Iterator[tuple[str, Tensor, Stored]]:
-        """Name and values of each of the model's tensors, if ``singly``, with the last of the file's tensors it needs.
+    def tensors(self) -> Iterator[tuple[str, Tensor, list[Stored]]]:
+        """Name and values of each of the model's tensors, if ``singly``, with the file's tensors that it is made of.
 
         Raises:
             ValueError: A tensor has another shape, or a type that cannot be expanded.
         """
-        wanted, made = tensors_of(self.outline), dict[str, Tensor]()
+        wanted, made, parts = tensors_of(self.outline), dict[str, Tensor](), defaultdict[str, list[Stored]](list)
         others = {one.name: name for one in self._stored if (name := self.name(one)) not in wanted}
         # The former are in the config, the latter are not the decoder's.
         if left_out := [
@@ -87,26 +85,28 @@ class Reading:
         ]:
             said = "GGUF file %s: transformers leaves out %s; texts may differ from those of llama.cpp"
             logger.warning(said, self._file.name, ", ".join(left_out))
-        left = Counter(self.name(stored) for stored in self._stored)
+        whole = Counter(self.name(stored) for stored in self._stored)
         for stored in tqdm(self._stored, desc=f"tensors of {self._file.name}", unit="", disable=None, leave=False):
             name = self.name(stored)
             if name not in wanted:
                 continue
-            self._process(stored, made)
-            left[name] -= 1
-            if left[name]:
+            parts[name].append(stored)
+            if self._changes is None:
+                self._process(stored, made)
+            if len(parts[name]) < whole[name]:
                 continue  # half of a tensor: an experts' gate without its up projection
+            if self._changes:
+                numbers = {one.name: torch.from_numpy(one.numbers()) for one in parts[name]}
+                made[name] = self._changes.values(numbers)
             if made[name].shape != wanted[name].shape:
                 shapes = [tuple(one.shape) for one in (made[name], wanted[name])]
                 raise ValueError(f"tensor {stored.name} has the shape {shapes[0]}, and the model's is {shapes[1]}")
-            order = self._changes.rows(stored.name, stored.shape) if self._changes and len(stored.shape) == 2 else None
-            yield name, made.pop(name).to(DTYPE), replace(stored, order=order)
+            if self._changes and len(stored.shape) == 2:
+                parts[name] = [replace(stored, order=self._changes.rows(stored.name, stored.shape))]
+            yield name, made.pop(name).to(DTYPE), parts.pop(name)
 
     def _process(self, stored: Stored, made: dict[str, Tensor]) -> None:
         """Process one of the file's tensors in float32, and add the result to ``made``."""
-        if self._changes:
-            made[self.name(stored)] = self._changes.values(stored.name, torch.from_numpy(stored.numbers()))
-            return
         parameters = {"tensors": made}
         done = self._processor.process(
             stored.numbers(), stored.name, tensor_key_mapping=self._names, parsed_parameters=parameters
@@ -129,11 +129,13 @@ class Reading:
             raise ValueError(f"it lacks {len(missing)} tensors of the model, for example {missing[0]}")
         return model
 
-    def tensors_in(self, model: PreTrainedModel) -> Iterator[tuple[str, Tensor, Stored | None]]:
+    def tensors_in(self, model: PreTrainedModel) -> Iterator[tuple[str, Tensor, list[Stored]]]:
         """Like ``tensors``, for a model that ``whole`` has loaded."""
-        stored = {self.name(one): one for one in self._stored}
+        parts = defaultdict[str, list[Stored]](list)
+        for stored in self._stored:
+            parts[self.name(stored)].append(stored)
         for name, tensor in tensors_of(model).items():
-            yield name, tensor, stored.get(name)
+            yield name, tensor, parts[name]
 
 
 def tensors_of(model: PreTrainedModel) -> dict[str, Tensor]:

@@ -16,7 +16,7 @@ ALIGNMENT = 32
 STRING, ARRAY = 8, 9
 FIXED = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))
 """``struct``'s format letters for the types of single values in a header."""
-SLICE = 2**22
+SLICE = 2**20
 """Number of values that are expanded at a time, because the package ``gguf`` needs a multiple of their memory."""
 
 
@@ -50,15 +50,18 @@ class Stored:
         """
         from gguf import GGMLQuantizationType, dequantize
 
-        found = np.empty(self.shape, np.float32)
-        step = max(1, SLICE * len(found) // max(1, found.size))
+        # Views of a mapped file's type are slow, and so is the package where rows are many.
+        rows = np.asarray(self.data).reshape(-1, self.data.shape[-1])
+        found = np.empty((len(rows), self.shape[-1]), np.float32)
+        step = max(1, SLICE // max(1, self.shape[-1]))
         try:
-            for start in range(0, len(found), step):
-                part = slice(start, start + step)
-                found[part] = dequantize(self.data[part], GGMLQuantizationType[self.kind])
+            for start in range(0, len(rows), step):
+                part = rows[start : start + step]
+                numbers = dequantize(part.reshape(1, -1), GGMLQuantizationType[self.kind])
+                found[start : start + step] = numbers.reshape(len(part), -1)
         except NotImplementedError as error:
             raise ValueError(f"tensor {self.name} is of type {self.kind}, which cannot be expanded") from error
-        return found
+        return found.reshape(self.shape)
 
 
 def stored_tensors(file: Path) -> tuple[dict[str, Any], list[Stored]]:

@@ -26,7 +26,7 @@ from medusa.base.usual_block import UnusualBlockError, attention_layers, embeddi
 from medusa.cache import BlockPool, CachedSequence, commit, plan_pass
 from medusa.cpu import native
 from medusa.cpu.fused import FusedPass
-from medusa.cpu.packed import PackedEmbedding, PackedLinear
+from medusa.cpu.packed import PackedEmbedding, packed_weights
 from medusa.recurrence import hook
 from medusa.sampling import is_whole
 from medusa.tree import Draft
@@ -173,7 +173,7 @@ class BaseModel:
     @cached_property
     def packed(self) -> bool:
         """Whether 4 or 8 bit weights stay packed, see ``medusa.cpu.packed``."""
-        return any(isinstance(module, PackedLinear) for module in self.model.modules())
+        return bool(packed_weights(self.model))
 
     @property
     def cheap_rows(self) -> int:
@@ -418,8 +418,7 @@ class BaseModel:
     @cached_property
     def weight_bytes(self) -> int:
         """About how many bytes a pass reads."""
-        packed = [module.packed.parts for module in self.model.modules() if isinstance(module, PackedLinear)]
-        read = [*self.model.parameters(), *self.model.buffers(), *packed]
+        read = [*self.model.parameters(), *self.model.buffers(), *(one.parts for one in packed_weights(self.model))]
         return sum(weight.nbytes for weight in read)
 
     @property

@@ -4,6 +4,7 @@ Rows are equal bit by bit in passes of any size. The routers, which choose exper
 """
 
 import ctypes
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,7 +13,8 @@ from torch.nn.functional import silu
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
 
 from medusa.base.usual_block import GATES
-from medusa.cpu.native import kernels, number_type, reads
+from medusa.cpu.native import LinearStruct, kernels, number_type, reads
+from medusa.cpu.packed import DTYPE, Packed, struct_of
 
 IMPLEMENTATION = "medusa"
 """Name among transformers' implementations of experts."""
@@ -26,9 +28,54 @@ class _Mixture(ctypes.Structure):
 
     _fields_ = [
         *[(name, _INT) for name in ("number_type", "threads", "rows", "top", "experts", "hidden", "inner")],
-        ("gelu", _INT), ("whole_shares", _INT),
-        *[(name, _POINTER) for name in ("gate_up", "down", "x", "chosen", "shares", "out")],
-    ]  # fmt: skip
+        *[(name, _INT) for name in ("gelu", "whole_shares")],
+        *[(name, LinearStruct) for name in ("gate_up", "down")],
+        *[(name, _POINTER) for name in ("x", "chosen", "shares", "out")],
+    ]
+
+
+class PackedExperts(nn.Module):
+    """Frozen experts, computed by the kernel, whose weights may be packed; the tensors must not move.
+
+    Args:
+        gate_up: [E * 2 I, D] gates and up projections of all experts, one after the other.
+        down: [E * D, I] down projections.
+        experts: E.
+        gelu: Gates are GELU, not SiLU.
+        dtype: Dtype of rows and outputs; only weights for dots have others than bfloat16.
+    """
+
+    def __init__(
+        self, gate_up: Tensor | Packed, down: Tensor | Packed, experts: int, gelu: bool, dtype: torch.dtype = DTYPE
+    ) -> None:
+        super().__init__()
+        self.gate_up, self.down = (one if isinstance(one, Packed) else _frozen(one) for one in (gate_up, down))
+        self.experts, self.gelu, self.dtype = experts, gelu, dtype
+
+    @classmethod
+    def of(cls, usual: Any, packed: Mapping[str, Packed] | None = None) -> "PackedExperts":
+        """Take the place of experts (``are_usual``), with packed weights in place of those of these names."""
+        packed = packed or {}
+        gate_up = packed.get("gate_up_proj", usual.gate_up_proj.detach().flatten(0, 1))
+        down = packed.get("down_proj", usual.down_proj.detach().flatten(0, 1))
+        return cls(gate_up, down, len(usual.gate_up_proj), bool(_is_gelu(usual)), usual.gate_up_proj.dtype)
+
+    def rounded(self) -> "PackedExperts":
+        """LOSSY: the same experts in 8 bits, see ``medusa.cpu.int8``."""
+        weights = [one if isinstance(one, Packed) else Packed.rounded(one) for one in (self.gate_up, self.down)]
+        gate_up, down = (one.reordered() for one in weights)
+        return PackedExperts(gate_up, down, self.experts, self.gelu, self.dtype)
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Outputs [R, D] of rows [R, D] of the dtype; see ``experts_forward``. No gradient passes through."""
+        if hidden_states.dtype != self.dtype:
+            raise RuntimeError(f"rows of {hidden_states.dtype} do not fit experts of {self.dtype}")
+        gate_up, down = struct_of(self.gate_up), struct_of(self.down)
+        return _mix(hidden_states, top_k_index, top_k_weights, gate_up, down, self.experts, self.gelu)
+
+
+def _frozen(weight: Tensor) -> nn.Parameter:
+    return nn.Parameter(weight.contiguous(), requires_grad=False)
 
 
 def use_experts(model: nn.Module) -> int:
@@ -65,11 +112,18 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     if grows or not are_usual(self) or hidden_states.dtype != self.gate_up_proj.dtype:
         other: Tensor = ALL_EXPERTS_FUNCTIONS["grouped_mm"](self, hidden_states, top_k_index, top_k_weights)
         return other
-    x, chosen, shares = hidden_states.contiguous(), top_k_index.long().contiguous(), top_k_weights.float().contiguous()
-    (rows, hidden), (experts, inner, _), out = x.shape, self.gate_up_proj.shape, torch.empty_like(x)
+    gate_up, down = (LinearStruct.of(weight.flatten(0, 1)) for weight in (self.gate_up_proj, self.down_proj))
+    experts, gelu = len(self.gate_up_proj), bool(_is_gelu(self))
+    return _mix(hidden_states, top_k_index, top_k_weights, gate_up, down, experts, gelu)
+
+
+def _mix(
+    x: Tensor, chosen: Tensor, shares: Tensor, gate_up: LinearStruct, down: LinearStruct, experts: int, gelu: bool
+) -> Tensor:
+    whole_shares, out = shares.dtype != x.dtype, x.new_empty(x.shape)
+    x, chosen, shares = x.contiguous(), chosen.long().contiguous(), shares.float().contiguous()
     kernels().medusa_experts(ctypes.byref(_Mixture(
-        number_type(x.dtype), torch.get_num_threads(), rows, chosen.shape[1], experts, hidden, inner // 2,
-        bool(_is_gelu(self)), top_k_weights.dtype != x.dtype, self.gate_up_proj.data_ptr(),
-        self.down_proj.data_ptr(), x.data_ptr(), chosen.data_ptr(), shares.data_ptr(), out.data_ptr(),
+        number_type(x.dtype), torch.get_num_threads(), *chosen.shape, experts, gate_up.inputs, down.inputs,
+        gelu, whole_shares, gate_up, down, x.data_ptr(), chosen.data_ptr(), shares.data_ptr(), out.data_ptr(),
     )))  # fmt: skip
     return out

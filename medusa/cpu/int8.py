@@ -10,6 +10,7 @@ trees and batches are as lossless as with plain weights.
 
 from torch import Tensor, nn
 
+from medusa.cpu.experts import PackedExperts, are_usual
 from medusa.cpu.native import DTYPES, available, replace_linears
 from medusa.cpu.packed import Packed, PackedEmbedding, PackedLinear
 
@@ -25,7 +26,7 @@ class Int8Linear(PackedLinear):
 
 
 def round_linears(model: nn.Module, output: nn.Module | None = None) -> int:
-    """Round the linear layers below ``model`` in place; returns their number.
+    """Round the linear layers and the experts below ``model`` in place; returns their number.
 
     Args:
         model: Any model on a CPU, in a dtype that the kernels support.
@@ -43,6 +44,10 @@ def round_linears(model: nn.Module, output: nn.Module | None = None) -> int:
         if type(module) is PackedLinear:
             packed = reordered[id(module.packed)] = module.packed.reordered()
             model.set_submodule(path, Int8Linear(packed, module.bias))
+            count += 1
+        elif isinstance(module, PackedExperts) or are_usual(module):
+            experts = module if isinstance(module, PackedExperts) else PackedExperts.of(module)
+            model.set_submodule(path, experts.rounded())
             count += 1
     for module in model.modules():
         if isinstance(module, PackedEmbedding):

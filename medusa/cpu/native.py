@@ -74,6 +74,7 @@ def kernels() -> ctypes.CDLL:
         "argmax": [ctypes.c_int, ctypes.c_int, number, number, pointer, pointer],
         "keep": [number, pointer, pointer, number, number, *[pointer] * 4, number, number],
         "reorder": [ctypes.c_int, ctypes.POINTER(LinearStruct), pointer],
+        "expand": [ctypes.c_int, ctypes.POINTER(LinearStruct), pointer],
         "pass": [pointer],
         "experts": [pointer],
         "draft": [pointer],

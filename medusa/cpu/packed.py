@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from medusa.cpu.gguf_types import KINDS, Parts
-from medusa.cpu.native import LinearKernel, LinearStruct, kernels
+from medusa.cpu.native import LinearKernel, LinearStruct, available, kernels
 
 PANEL, RUN = 16, 32
 """Outputs of a panel, and inputs that share a scale; as in kernels/weights.h."""
@@ -149,6 +149,10 @@ class Packed:
 
     def expand(self) -> Tensor:
         """Expand to bfloat16 [O, I], the weight of a model that is expanded when it is loaded."""
+        if self.inputs % RUN == 0 and available():
+            found = torch.empty(self.outputs, self.inputs, dtype=DTYPE)
+            kernels().medusa_expand(torch.get_num_threads(), self.struct(), found.data_ptr())
+            return found
         whole = torch.empty(len(self.parts) * PANEL, self.inputs, dtype=DTYPE)
         some = max(1, SLICE // (PANEL * self.inputs))
         for part, to in zip(self.parts.split(some), whole.split(some * PANEL), strict=True):
@@ -257,6 +261,12 @@ class PackedEmbedding(nn.Module):
         """Embeddings, bfloat16 [..., D], of token ids [...]."""
         rows = self.packed.rows(tokens)
         return rows if self.scale is None else rows * self.scale
+
+
+def packed_weights(model: nn.Module) -> list[Packed]:
+    """The packed weights of a model; tied ones appear once."""
+    found = [one for module in model.modules() for one in vars(module).values() if isinstance(one, Packed)]
+    return list({id(one): one for one in found}.values())
 
 
 def _panels(x: Tensor) -> Tensor:

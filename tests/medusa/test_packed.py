@@ -248,7 +248,7 @@ def test_what_a_pass_reads_is_told(pair):
     rows = shape.vocabulary * shape.itemsize
     assert step_work(replace(shape, held=held), 1, 0).weights == held + rows
     assert step_work(shape, 1, 0).weights == pytest.approx(expanded.weight_bytes + rows, rel=0.01)
-    assert f"packed weights ({in_words(held)} for a pass), fused pass" in describe(pair[0], "heads")
+    assert f"packed weights ({in_words(held)}), fused pass" in describe(pair[0], "heads")
     assert "packed" not in describe(pair[1], "heads").splitlines()[-1]
 
 

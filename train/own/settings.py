@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from medusa.base.model import BaseModel
-from medusa.cpu.packed import PackedEmbedding, PackedLinear
+from medusa.cpu.packed import packed_weights
 
 Values = dict[str, Any]
 """Recipe values by their dotted keys."""
@@ -42,9 +42,8 @@ class Facts:
     @staticmethod
     def of(base: BaseModel, processes: int) -> "Facts":
         """The facts of a loaded base."""
-        parts = (module.packed for module in base.model.modules() if isinstance(module, PackedLinear | PackedEmbedding))
-        packed = {id(weight): weight.inputs * weight.outputs for weight in parts}  # tied matrices count once
-        parameters = sum(weight.numel() for weight in base.model.parameters()) + sum(packed.values())
+        packed = sum(weight.inputs * weight.outputs for weight in packed_weights(base.model))
+        parameters = packed + sum(weight.numel() for weight in base.model.parameters())
         shape = base.hidden_size, base.num_layers, base.vocab_size, base.context_length
         return Facts(base.device.type, processes, parameters, *shape)
 

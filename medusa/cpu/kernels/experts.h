@@ -2,14 +2,15 @@
 #pragma once
 #include <stdexcept>
 
-#include "linear.h"
+#include "int8.h"
 #include "team.h"
 #include "tiles.h"
 
 struct Mixture {
     int64_t number_type, threads, rows, top, experts, hidden, inner;
     int64_t gelu, whole_shares;      // gelu: as in Pass; 1 = products with shares are not rounded
-    const void *gate_up, *down, *x;  // [experts, 2 inner, hidden], [experts, hidden, inner], [rows, hidden]
+    Linear gate_up, down;            // of all experts, one after the other: [experts * 2 inner, hidden], [experts * hidden, inner]
+    const void* x;                   // [rows, hidden]
     const int64_t* chosen;           // [rows, top] experts
     const float* shares;             // [rows, top]
     void* out;                       // [rows, hidden]
@@ -26,17 +27,15 @@ template <class T, class W> class Experts {
     Buffer<typename W::number> x, gated;
     Buffer<T> middle, made;
 
-    Linear part(const void* weights, int64_t first, int64_t outputs, int64_t in) const {
-        return {(const T*)weights + first * in, nullptr, outputs, in, NUMBERS, 0};
-    }
-
-    // Calls use(a group, begin, end) for parts of so many outputs of every group.
-    template <class Use> void share(Member& member, int64_t outputs, Use use) {
-        const int64_t units = (outputs + W::OUTPUTS - 1) / W::OUTPUTS;
+    // What every group's expert makes of its rows, `outputs` numbers of each visit.
+    void meet(Member& member, const Linear& all, int64_t outputs, const typename W::number* rows, T* to) {
+        const int64_t unit = together<W>(all), units = (outputs + unit - 1) / unit;
         const int64_t parts = std::clamp<int64_t>(at.threads * PIECES / int64_t(groups.size()), 1, units);
         member.share(groups.size() * parts, [&](int64_t piece) {
-            const int64_t part = piece % parts;
-            use(groups[piece / parts], units * part / parts * W::OUTPUTS, std::min(outputs, units * (part + 1) / parts * W::OUTPUTS));
+            const Group& own = groups[piece / parts];
+            const int64_t part = piece % parts, before = own.expert * outputs, begin = units * part / parts * unit;
+            const int64_t end = std::min(outputs, units * (part + 1) / parts * unit);
+            W::linear(all, rows + own.place * W::room(all.in), own.count, to + own.first * outputs - before, outputs, before + begin, before + end);
         });
     }
 
@@ -99,16 +98,9 @@ template <class T, class W> class Experts {
                 for_vectors(at.hidden, [&](int64_t i, int here) { put(wide(from + i, here), &row[i], here); });
                 W::arrange(row.data(), at.hidden, &x[groups[group[v]].place * wide_hidden], wide_hidden, arranged[v], 0);
             });
-            share(member, at.inner, [&](const Group& own, int64_t begin, int64_t end) {
-                for (int64_t up = 0; up < 2; up++)
-                    W::linear(part(at.gate_up, (2 * own.expert + up) * at.inner, at.inner, at.hidden), &x[own.place * wide_hidden], own.count,
-                              &middle[own.first * 2 * at.inner + up * at.inner], 2 * at.inner, begin, end);
-            });
+            meet(member, at.gate_up, 2 * at.inner, x.data(), middle.data());
             member.share(visits, [&](int64_t v) { join(v); });
-            share(member, at.hidden, [&](const Group& own, int64_t begin, int64_t end) {
-                W::linear(part(at.down, own.expert * at.hidden, at.hidden, at.inner), &gated[own.place * wide_inner], own.count,
-                          &made[own.first * at.hidden], at.hidden, begin, end);
-            });
+            meet(member, at.down, at.hidden, gated.data(), made.data());
             member.share(at.rows, [&](int64_t r) { add(r, place.data()); });
         });
     }

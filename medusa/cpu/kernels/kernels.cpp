@@ -120,6 +120,15 @@ extern "C" int medusa_reorder(int threads, const Linear* weight, char* to) {
     });
 }
 
+// All numbers of a packed weight whose runs are whole: to [outputs, in].
+extern "C" int medusa_expand(int threads, const Linear* weight, bf16* to) {
+    return outcome([&] {
+        Team(threads, 1).run([&](Team::Member& member) {
+            member.share(weight->outputs, PANEL, [&](int64_t first, int64_t last) { expand(*weight, first, last, to + first * weight->in); });
+        });
+    });
+}
+
 extern "C" int medusa_pass(const Pass* pass) {
     return outcome([&] {
         as_usual(pass->number_type, pass->int8, [&](auto number, auto how) { Run<decltype(number), decltype(how)>{*pass}(); });
@@ -128,7 +137,7 @@ extern "C" int medusa_pass(const Pass* pass) {
 
 extern "C" int medusa_experts(const Mixture* at) {
     return outcome([&] {
-        as_usual(at->number_type, [&](auto number, auto how) { Experts<decltype(number), decltype(how)>{*at}(); });
+        as_usual(at->number_type, at->down.for_dots(), [&](auto number, auto how) { Experts<decltype(number), decltype(how)>{*at}(); });
     });
 }
 

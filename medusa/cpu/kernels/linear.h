@@ -301,6 +301,11 @@ static void packed_strips(const Linear& at, int64_t first, int64_t last, const n
     }
 }
 
+// Outputs of a layer that stay together where threads share it.
+template <class W> static inline int64_t together(const Linear& at) {
+    return at.packing == NUMBERS ? W::OUTPUTS : std::max<int64_t>(W::OUTPUTS, PANEL);
+}
+
 // How a pass meets weights as they are.
 template <class T> struct Plain {
     typedef ::number<T> number;

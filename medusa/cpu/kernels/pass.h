@@ -145,7 +145,7 @@ template <class T, class W> class Run {  // W: how its weights are met
     }
     template <class From> void project(const Block& block, From from, Member& member) {
         const int64_t total = width(block);
-        member.share(total, W::OUTPUTS, [&](int64_t begin, int64_t end) {
+        member.share(total, together<W>(block.query), [&](int64_t begin, int64_t end) {
             int64_t before = 0;
             for (const Linear* layer : {&block.query, &block.key, &block.value, &block.more}) {
                 const int64_t first = std::max(begin, before), last = std::min(end, before + layer->outputs);
@@ -254,7 +254,7 @@ template <class T, class W> class Run {  // W: how its weights are met
     template <class From> void add(const Linear& layer, const void* norm, From from, int64_t row, int64_t count, Member& member) {
         const Sum<T> sums{&stream[row * at.hidden], at.residual};
         const auto compute = [&](auto to) {
-            member.share(at.hidden, W::OUTPUTS, [&](int64_t begin, int64_t end) { W::linear(layer, from(), count, to, at.hidden, begin, end); });
+            member.share(at.hidden, together<W>(layer), [&](int64_t begin, int64_t end) { W::linear(layer, from(), count, to, at.hidden, begin, end); });
         };
         if (!norm) return compute(sums);
         compute(projected.data());
