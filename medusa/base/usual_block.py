@@ -2,7 +2,8 @@
 
 It is Llama's: norm, attention with rotary positions, residual, norm, gated MLP, residual. Norms may stand behind
 attention and the MLP too (Gemma), or only there (OLMo). In place of attention, layers may be recurrent
-(``medusa.base.recurrent_block``). A test at load checks that the results are equal (``medusa.loading.self_test``).
+(``medusa.base.recurrent_block``); in place of the MLP there may be experts (``medusa.base.mixture_block``). A test at
+load checks that the results are equal (``medusa.loading.self_test``).
 """
 
 import sys
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from medusa.base.mixture_block import mixture_of
 from medusa.base.recurrent_block import MIXERS, mixer_of
 from medusa.base.rotary import Rotary
 from medusa.cpu.packed import PackedEmbedding
@@ -65,12 +67,13 @@ class BlockNorms(NamedTuple):
     key: Tensor | None
 
 
-def check_decoder(decoder: Any, recurrent: bool = False) -> None:
+def check_decoder(decoder: Any, on_cpu: bool = False) -> None:
     """Check that a decoder and its layers have no other parts.
 
     Args:
         decoder: The decoder.
-        recurrent: Layers may be recurrent in place of attention, and heads of attention may have gates.
+        on_cpu: Layers may also be what only the CPU's kernels know: recurrent in place of attention, attention with
+            gates, and mixtures of experts.
 
     Raises:
         UnusualBlockError: They have.
@@ -80,10 +83,12 @@ def check_decoder(decoder: Any, recurrent: bool = False) -> None:
     if not isinstance(getattr(norm, "weight", None), Tensor):
         raise UnusualBlockError(f"its norms are {type(norm).__name__}")
     for layer in decoder.layers:
-        mixer = {"self_attn"} if not recurrent or mixer_of(layer) is None else set(MIXERS)
+        mixer = {"self_attn"} if not on_cpu or mixer_of(layer) is None else set(MIXERS)
         _know(layer, {*mixer, *MLPS, *filter(None, _norm_names(layer))}, "a layer")
-        if (mlp := part_of(layer, MLPS)) is None:
+        if part_of(layer, MLPS) is None:
             raise UnusualBlockError(f"a layer ({type(layer).__name__}) has no MLP")
+        if (mlp := mlp_of(layer) if on_cpu else part_of(layer, MLPS)) is None:
+            continue  # experts alone
         _know(mlp, MLP_PARTS, "its MLP")
         if _activation(layer) not in GATES:
             raise UnusualBlockError(f"its MLP's activation is {_activation(layer)}")
@@ -93,7 +98,7 @@ def check_decoder(decoder: Any, recurrent: bool = False) -> None:
         _know(layer.self_attn, ATTENTION_PARTS, "its attention")
         if getattr(layer.self_attn, "sinks", None) is not None:
             raise UnusualBlockError("its attention has sinks")
-        if has_gates(layer.self_attn) and not recurrent:
+        if has_gates(layer.self_attn) and not on_cpu:
             raise UnusualBlockError("its attention has gates")
 
 
@@ -114,9 +119,19 @@ def attention_linears(attention: Any) -> tuple[list[Any], Any]:
     return heads, part_of(attention, OUTPUTS)
 
 
+def mlp_of(layer: Any) -> Any:
+    """A layer's MLP, or the one of its experts that all rows visit; None = it has experts alone."""
+    mixture = mixture_of(layer)
+    return part_of(layer, MLPS) if mixture is None else mixture.shared
+
+
 def mlp_linears(layer: Any) -> tuple[list[Any], Any]:
-    """The projections to gates and to what they let through, one for each or one for both; and the last one."""
-    mlp = part_of(layer, MLPS)
+    """The projections to gates and to what they let through, one for each or one for both; and the last one.
+
+    None and no projections of a layer with experts alone.
+    """
+    if (mlp := mlp_of(layer)) is None:
+        return [], None
     joined = part_of(mlp, GATE_AND_UP)
     return [part_of(mlp, GATE), part_of(mlp, UP)] if joined is None else [joined], part_of(mlp, DOWN)
 
@@ -293,9 +308,9 @@ def _norm_names(layer: nn.Module) -> tuple[str | None, ...]:
 
 
 def _activation(layer: Any) -> str:
-    mlp = part_of(layer, MLPS)
+    mlp = mlp_of(layer)
     found = part_of(mlp, ("act_fn", "activation_fn", "activation"))
-    return "SiLU" if found is None and hasattr(mlp, "w1") else type(found).__name__
+    return "SiLU" if found is None and (mlp is None or hasattr(mlp, "w1")) else type(found).__name__
 
 
 def _epsilon(norm: Any) -> float | None:

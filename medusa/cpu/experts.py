@@ -23,13 +23,21 @@ UNKNOWN = ("has_bias", "has_post_expert_norm", "is_transposed", "_is_expert_para
 _INT, _POINTER = ctypes.c_int64, ctypes.c_void_p
 
 
-class _Mixture(ctypes.Structure):
+class Mixture(ctypes.Structure):
     """``Mixture`` of the kernel."""
 
     _fields_ = [
-        *[(name, _INT) for name in ("number_type", "threads", "rows", "top", "experts", "hidden", "inner")],
-        *[(name, _INT) for name in ("gelu", "whole_shares")],
-        *[(name, LinearStruct) for name in ("gate_up", "down")],
+        *[(name, LinearStruct) for name in ("gate_up", "down", "router", "gate")],
+        *[(name, _INT) for name in ("experts", "top", "gelu", "normalized", "whole_shares")],
+    ]
+
+
+class _Visits(ctypes.Structure):
+    """``Visits`` of the kernel."""
+
+    _fields_ = [
+        *[(name, _INT) for name in ("number_type", "threads", "rows")],
+        ("mixture", Mixture),
         *[(name, _POINTER) for name in ("x", "chosen", "shares", "out")],
     ]
 
@@ -70,8 +78,12 @@ class PackedExperts(nn.Module):
         """Outputs [R, D] of rows [R, D] of the dtype; see ``experts_forward``. No gradient passes through."""
         if hidden_states.dtype != self.dtype:
             raise RuntimeError(f"rows of {hidden_states.dtype} do not fit experts of {self.dtype}")
-        gate_up, down = struct_of(self.gate_up), struct_of(self.down)
-        return _mix(hidden_states, top_k_index, top_k_weights, gate_up, down, self.experts, self.gelu)
+        return _mix(hidden_states, top_k_index, top_k_weights, self.struct)
+
+    @property
+    def struct(self) -> Mixture:
+        """The struct for the kernel, without a router."""
+        return Mixture(struct_of(self.gate_up), struct_of(self.down), experts=self.experts, gelu=self.gelu)
 
 
 def _frozen(weight: Tensor) -> nn.Parameter:
@@ -112,18 +124,14 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     if grows or not are_usual(self) or hidden_states.dtype != self.gate_up_proj.dtype:
         other: Tensor = ALL_EXPERTS_FUNCTIONS["grouped_mm"](self, hidden_states, top_k_index, top_k_weights)
         return other
-    gate_up, down = (LinearStruct.of(weight.flatten(0, 1)) for weight in (self.gate_up_proj, self.down_proj))
-    experts, gelu = len(self.gate_up_proj), bool(_is_gelu(self))
-    return _mix(hidden_states, top_k_index, top_k_weights, gate_up, down, experts, gelu)
+    return _mix(hidden_states, top_k_index, top_k_weights, PackedExperts.of(self).struct)
 
 
-def _mix(
-    x: Tensor, chosen: Tensor, shares: Tensor, gate_up: LinearStruct, down: LinearStruct, experts: int, gelu: bool
-) -> Tensor:
-    whole_shares, out = shares.dtype != x.dtype, x.new_empty(x.shape)
+def _mix(x: Tensor, chosen: Tensor, shares: Tensor, mixture: Mixture) -> Tensor:
+    mixture.top, mixture.whole_shares, out = chosen.shape[1], shares.dtype != x.dtype, x.new_empty(x.shape)
     x, chosen, shares = x.contiguous(), chosen.long().contiguous(), shares.float().contiguous()
-    kernels().medusa_experts(ctypes.byref(_Mixture(
-        number_type(x.dtype), torch.get_num_threads(), *chosen.shape, experts, gate_up.inputs, down.inputs,
-        gelu, whole_shares, gate_up, down, x.data_ptr(), chosen.data_ptr(), shares.data_ptr(), out.data_ptr(),
+    kernels().medusa_experts(ctypes.byref(_Visits(
+        number_type(x.dtype), torch.get_num_threads(), len(x), mixture,
+        x.data_ptr(), chosen.data_ptr(), shares.data_ptr(), out.data_ptr(),
     )))  # fmt: skip
     return out

@@ -7,9 +7,11 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from medusa.attention import Span, TreePlan
+from medusa.base.mixture_block import MixtureParts, mixture_of, shares_of
 from medusa.base.recurrent_block import mixer_of
 from medusa.base.usual_block import (
     UnusualBlockError,
+    attention_layers,
     attention_linears,
     check_decoder,
     embedding_scale,
@@ -24,6 +26,7 @@ from medusa.base.usual_block import (
 )
 from medusa.cache import BlockPool
 from medusa.cpu import native
+from medusa.cpu.experts import Mixture, PackedExperts, are_usual
 from medusa.cpu.int8 import Int8Linear
 from medusa.cpu.mixers import Memory, Mixer
 from medusa.cpu.native import LinearStruct
@@ -77,14 +80,13 @@ class FusedPass:
     def __init__(
         self, decoder: Any, taps: Sequence[int], spans: Mapping[int | None, Span], context_length: int
     ) -> None:
-        check_decoder(decoder, recurrent=True)
+        check_decoder(decoder, on_cpu=True)
         if not native.available():
             raise UnusualBlockError("there are no C++ kernels here")
         self._norm, self._alive, self._mixers = last_norm(decoder), list[Tensor](), dict[int, Mixer]()
-        layers = list(decoder.layers)
-        _, down = mlp_linears(layers[0])
-        self._shape, self._dtype = _shape(decoder, down), self._norm.weight.dtype
-        self._int8 = isinstance(down, Int8Linear)
+        self._mixtures, layers = list[Mixture](), list(decoder.layers)
+        self._shape, self._dtype = _shape(decoder), self._norm.weight.dtype
+        self._int8 = isinstance(attention_linears(attention_layers(decoder)[0].self_attn)[1], Int8Linear)
         self._blocks = (Block * len(layers))(*[self._read(index, layer) for index, layer in enumerate(layers)])
         self._rotaries, kinds = rotaries_of(decoder)
         self._shape["pairs"] = turns_pairs(decoder, self._rotaries[0])
@@ -139,6 +141,7 @@ class FusedPass:
     def _read(self, index: int, layer: Any) -> Block:
         """Pointers to a layer's weights."""
         inner, mixer, (gated, down) = self._shape["inner"], mixer_of(layer), mlp_linears(layer)
+        mixture = mixture_of(layer)
         if mixer is None:
             heads, output = self._heads(layer.self_attn)
         else:
@@ -148,7 +151,10 @@ class FusedPass:
         gates = mixer is None and has_gates(layer.self_attn)
         if norms.after is not None and (gates or mixer is not None):
             raise UnusualBlockError("a norm follows a recurrent layer, or gates of attention")
-        linears = [*heads, _whole(output), *ups, _whole(down)]
+        mlp = [*ups, _whole(down)] if gated else []
+        if mlp and (mlp[0].outputs, mlp[-1].inputs) != (inner, inner):
+            raise UnusualBlockError("its MLPs are of several sizes")
+        linears = [*heads, _whole(output), *mlp]
         own = [one.weight for one in linears if not self._int8]
         others = () if mixer is None else (mixer.filter, mixer.norm)
         plain = [*own, *(one.bias for one in linears), *norms, *others]
@@ -162,12 +168,46 @@ class FusedPass:
         pointers = [None if norm is None else norm.data_ptr() for norm in norms]
         structs = [one.struct for one in linears]
         structs[len(heads) : len(heads)] = [LinearStruct()] * (4 - len(heads))
-        block = Block(*structs, *pointers, gates=gates)
+        block = Block(*structs, *[LinearStruct()] * (8 - len(structs)), *pointers, gates=gates)
         block.whole_norms = norms.query is not None and norms.query.numel() > self._shape["dim"]
         if mixer is not None:
             self._mixers[index] = Mixer(index, mixer)
             block.mixer = ctypes.addressof(self._mixers[index].struct)
+        if mixture is not None:
+            if norms.mlp_after is not None:
+                raise UnusualBlockError("a norm follows its experts")
+            self._mixtures.append(self._mixture(mixture))
+            block.mixture = ctypes.addressof(self._mixtures[-1])
         return block
+
+    def _mixture(self, parts: MixtureParts) -> Mixture:
+        """Pointers to the weights of a layer's experts."""
+        experts, shares = parts.experts, shares_of(parts.router)
+        if shares is None:
+            raise UnusualBlockError(f"its router is {type(parts.router).__name__}")
+        if not isinstance(experts, PackedExperts):
+            if not are_usual(experts):
+                raise UnusualBlockError(f"its experts are {type(experts).__name__}")
+            experts = PackedExperts.of(experts)
+        gate = None if parts.gate is None else _whole(parts.gate)
+        routing = [parts.router.weight, *([] if gate is None else [gate.weight])]
+        if any(isinstance(one, Packed) for one in routing):
+            raise UnusualBlockError("what chooses among its experts is packed")
+        weights = [experts.gate_up, experts.down]
+        plain = routing if self._int8 else [*routing, *weights]
+        if {DTYPE if isinstance(one, Packed) else one.dtype for one in plain} != {self._dtype}:
+            raise UnusualBlockError("its experts are of several dtypes")
+        if any((isinstance(one, Packed) and one.for_dots) != self._int8 for one in weights):
+            raise UnusualBlockError("some of its experts are rounded to 8 bits and others are not")
+        self._keep([one.parts if isinstance(one, Packed) else one for one in [*routing, *weights]])
+        struct = experts.struct
+        struct.router, struct.top = LinearStruct.of(parts.router.weight), parts.router.top_k
+        struct.gate = LinearStruct() if gate is None else gate.struct
+        struct.normalized, struct.whole_shares = shares
+        sizes = [(one.experts, one.top, one.gate_up.outputs, one.down.inputs) for one in [struct, *self._mixtures]]
+        if len(set(sizes)) > 1:
+            raise UnusualBlockError("its layers have experts of several sizes")
+        return struct
 
     def _heads(self, attention: Any) -> tuple[list[_Weights], Any]:
         """The projections to queries, keys and values, and the last one."""
@@ -190,12 +230,13 @@ class FusedPass:
         self._alive += kept
 
 
-def _shape(decoder: Any, down: Any) -> dict[str, Any]:
-    """The sizes that all layers share."""
+def _shape(decoder: Any) -> dict[str, Any]:
+    """The sizes that all layers share; 0 inner numbers if all MLPs are experts."""
     norm = last_norm(decoder)
     if norm.weight.dtype not in native.DTYPES or norm.weight.device.type != "cpu":
         raise UnusualBlockError(f"its weights are {norm.weight.dtype} on {norm.weight.device}")
-    return shape_of(decoder) | {"inner": _whole(down).inputs}
+    downs = [down for layer in decoder.layers if (down := mlp_linears(layer)[1]) is not None]
+    return shape_of(decoder) | {"inner": _whole(downs[0]).inputs if downs else 0}
 
 
 def _whole(linear: Any) -> _Weights:

@@ -38,7 +38,9 @@ def round_linears(model: nn.Module, output: nn.Module | None = None) -> int:
     """
     if not available():
         raise ValueError("products of 8 bits (int8) need the C++ kernels, which are not available here; leave int8 out")
-    count = replace_linears(model, lambda linear: linear if linear is output else Int8Linear.of(linear))
+    # The one number of a gate has few weights to read, and all of its MLP's output depends on it.
+    kept = {output, *(one for one in model.modules() if isinstance(one, nn.Linear) and one.out_features == 1)}
+    count = replace_linears(model, lambda linear: linear if linear in kept else Int8Linear.of(linear))
     reordered = dict[int, Packed]()  # embeddings may share their weight with the output layer
     for path, module in list(model.named_modules()):
         if type(module) is PackedLinear:

@@ -23,10 +23,12 @@ class Block(ctypes.Structure):
         *[(name, LinearStruct) for name in ("query", "key", "value", "more", "output", "gate", "up", "down")],
         *[
             (name, _POINTER)
-            for name in ("norm", "after", "mlp_norm", "mlp_after", "query_norm", "key_norm", "token_norm", "mixer")
+            for name in (
+                "norm", "after", "mlp_norm", "mlp_after", "query_norm", "key_norm", "token_norm", "mixer", "mixture",
+            )
         ],
         *[(name, _INT) for name in ("gates", "whole_norms", "rotary", "window", "chunk", "tap")],
-    ]
+    ]  # fmt: skip
 
 
 class Pass(ctypes.Structure):

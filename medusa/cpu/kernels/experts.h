@@ -7,30 +7,56 @@
 #include "tiles.h"
 
 struct Mixture {
-    int64_t number_type, threads, rows, top, experts, hidden, inner;
-    int64_t gelu, whole_shares;      // gelu: as in Pass; 1 = products with shares are not rounded
-    Linear gate_up, down;            // of all experts, one after the other: [experts * 2 inner, hidden], [experts * hidden, inner]
-    const void* x;                   // [rows, hidden]
-    const int64_t* chosen;           // [rows, top] experts
-    const float* shares;             // [rows, top]
-    void* out;                       // [rows, hidden]
+    Linear gate_up, down;  // of all experts, one after the other: [experts * 2 inner, hidden], [experts * hidden, inner]
+    Linear router, gate;   // plain: scores of experts; the gate of an expert that all rows visit, or no outputs
+    int64_t experts, top;  // top: that a row visits
+    int64_t gelu;          // as in Pass
+    int64_t normalized;    // 1 = shares are divided by their sum
+    int64_t whole_shares;  // 1 = shares, and products with them, are not rounded
+
+    int64_t hidden() const { return gate_up.in; }
+    int64_t inner() const { return down.in; }
 };
 
+// A row's softmax over scores, and the experts whose probabilities are largest; of equal ones those that come first.
+template <class T> static void choose(const Mixture& at, const T* scores, int64_t* chosen, float* shares) {
+    float largest = -INFINITY, all = 0, sum = 0;
+    thread_local Buffer<float> exact;
+    grow(exact, at.experts + LANES);
+    for (int64_t e = 0; e < at.experts; e++) largest = std::max(largest, exact[e] = widen(scores[e]));
+    for_vectors(at.experts, [&](int64_t i, int here) { put(exponential(wide(&exact[i], here) - splat(largest)), &exact[i], here); });
+    for (int64_t e = 0; e < at.experts; e++) all += exact[e];
+    int64_t count = 0;
+    for (int64_t e = 0; e < at.experts; e++) {
+        const float probability = exact[e] / all;
+        int64_t place = count;
+        for (; place > 0 && probability > shares[place - 1]; place--)
+            if (place < at.top) chosen[place] = chosen[place - 1], shares[place] = shares[place - 1];
+        if (place < at.top) chosen[place] = e, shares[place] = probability, count = std::min(count + 1, at.top);
+    }
+    for (int64_t k = 0; k < at.top; k++) sum += shares[k];
+    for (int64_t k = 0; k < at.top; k++) {
+        if (at.normalized) shares[k] /= sum;
+        if (!at.whole_shares) shares[k] = rounded(splat(shares[k]), T())[0];
+    }
+}
+
+// The experts of a layer, and of others of these sizes.
 template <class T, class W> class Experts {
     typedef Team::Member Member;
     struct Group { int64_t expert, first, count, place; };  // its first visit, and its first row as it is arranged
-    const Mixture& at;
-    const int64_t visits = at.rows * at.top, wide_hidden = W::room(at.hidden), wide_inner = W::room(at.inner);
+    const int64_t rows, threads, top, visits = rows * top;
     std::vector<Group> groups;   // of rows that visit the same expert
     std::vector<int64_t> visit;  // those of each group, in the order of rows
-    std::vector<int64_t> group, arranged;  // of each visit in this order: its group, and its row as it is arranged
+    std::vector<int64_t> group, arranged, place;  // of each visit in this order: its group, and its row as it is arranged;
+    std::vector<int64_t> counts, index;           // place: of a row's visits in it; of each expert: its visits, and its group
     Buffer<typename W::number> x, gated;
     Buffer<T> middle, made;
 
     // What every group's expert makes of its rows, `outputs` numbers of each visit.
-    void meet(Member& member, const Linear& all, int64_t outputs, const typename W::number* rows, T* to) {
+    void meet(Member& member, const Linear& all, int64_t outputs, const typename W::number* rows, T* to) const {
         const int64_t unit = together<W>(all), units = (outputs + unit - 1) / unit;
-        const int64_t parts = std::clamp<int64_t>(at.threads * PIECES / int64_t(groups.size()), 1, units);
+        const int64_t parts = std::clamp<int64_t>(threads * PIECES / int64_t(groups.size()), 1, units);
         member.share(groups.size() * parts, [&](int64_t piece) {
             const Group& own = groups[piece / parts];
             const int64_t part = piece % parts, before = own.expert * outputs, begin = units * part / parts * unit;
@@ -39,69 +65,93 @@ template <class T, class W> class Experts {
         });
     }
 
-    void join(int64_t v) {
-        const T *gates = &middle[v * 2 * at.inner], *ups = gates + at.inner;
+    void join(const Mixture& at, int64_t v) {
+        const int64_t inner = at.inner();
+        const T *gates = &middle[v * 2 * inner], *ups = gates + inner;
         thread_local Buffer<float> row;
-        grow(row, at.inner + LANES);
-        for_vectors(at.inner, [&](int64_t i, int here) {
+        grow(row, inner + LANES);
+        for_vectors(inner, [&](int64_t i, int here) {
             vf gate[1] = {wide(gates + i, here)};
             at.gelu ? tanh_gelu<T>(gate) : silu<T>(gate);
             put(rounded(gate[0] * wide(ups + i, here), T()), &row[i], here);
         });
-        W::arrange(row.data(), at.inner, &gated[groups[group[v]].place * wide_inner], wide_inner, arranged[v], 0);
+        W::arrange(row.data(), inner, &gated[groups[group[v]].place * W::room(inner)], W::room(inner), arranged[v], 0);
     }
 
-    void add(int64_t r, const int64_t* place) {
-        for_vectors(at.hidden, [&](int64_t i, int here) {
+    void add(const Mixture& at, int64_t r, const float* shares, T* out) const {
+        const int64_t hidden = at.hidden();
+        for_vectors(hidden, [&](int64_t i, int here) {
             vf sum{};
-            for (int64_t k = r * at.top; k < (r + 1) * at.top; k++) {
-                const vf product = wide(&made[place[k] * at.hidden + i], here) * splat(at.shares[k]);
+            for (int64_t k = r * top; k < (r + 1) * top; k++) {
+                const vf product = wide(&made[place[k] * hidden + i], here) * splat(shares[k]);
                 sum += at.whole_shares ? product : rounded(product, T());
             }
-            put(rounded(sum, T()), (T*)at.out + r * at.hidden + i, here);
+            put(rounded(sum, T()), out + r * hidden + i, here);
         });
     }
 
-  public:
-    explicit Experts(const Mixture& at) : at(at), visit(visits), group(visits), arranged(visits) {
-        std::vector<int64_t> counts(at.experts);
-        for (int64_t i = 0; i < visits; i++) {
-            if (at.chosen[i] < 0 || at.chosen[i] >= at.experts) throw std::out_of_range("expert");
-            counts[at.chosen[i]]++;
-        }
-        std::vector<int64_t> index(at.experts);
+    // Puts visits of the same expert together.
+    void find(const int64_t* chosen) {
+        std::fill(counts.begin(), counts.end(), 0), groups.clear();
+        for (int64_t i = 0; i < visits; i++) counts[chosen[i]]++;
         int64_t first = 0, place = 0;
-        for (int64_t e = 0; e < at.experts; e++)
+        for (int64_t e = 0; e < int64_t(counts.size()); e++)
             if (counts[e]) {
                 index[e] = groups.size();
                 groups.push_back({e, first, 0, place});
                 first += counts[e], place += W::rows(counts[e]);
             }
         for (int64_t i = 0; i < visits; i++) {
-            Group& own = groups[index[at.chosen[i]]];
+            Group& own = groups[index[chosen[i]]];
             const int64_t v = own.first + own.count;
-            visit[v] = i, group[v] = index[at.chosen[i]], arranged[v] = own.count++;
+            visit[v] = i, this->place[i] = v, group[v] = index[chosen[i]], arranged[v] = own.count++;
         }
-        x.resize(place * wide_hidden), gated.resize(place * wide_inner);
-        middle.resize(visits * 2 * at.inner + LANES), made.resize(visits * at.hidden + LANES);
     }
 
-    void operator()() {
-        std::vector<int64_t> place(visits);  // of a row's visits among all
-        for (int64_t v = 0; v < visits; v++) place[visit[v]] = v;
-        Team(int(at.threads), 5).run([&](Member& member) {
-            const typename W::Thread equipped;
-            member.share(visits, [&](int64_t v) {
-                thread_local Buffer<float> row;
-                grow(row, at.hidden + LANES);
-                const T* from = (const T*)at.x + visit[v] / at.top * at.hidden;
-                for_vectors(at.hidden, [&](int64_t i, int here) { put(wide(from + i, here), &row[i], here); });
-                W::arrange(row.data(), at.hidden, &x[groups[group[v]].place * wide_hidden], wide_hidden, arranged[v], 0);
-            });
-            meet(member, at.gate_up, 2 * at.inner, x.data(), middle.data());
-            member.share(visits, [&](int64_t v) { join(v); });
-            meet(member, at.down, at.hidden, gated.data(), made.data());
-            member.share(at.rows, [&](int64_t r) { add(r, place.data()); });
+  public:
+    static constexpr int64_t STAGES = 6;
+
+    Experts(const Mixture& at, int64_t rows, int64_t threads)
+        : rows(rows), threads(threads), top(at.top), visit(visits), group(visits), arranged(visits), place(visits), counts(at.experts), index(at.experts) {
+        const int64_t most = std::min(visits, at.experts), room = visits + most * (W::rows(1) - 1);  // of arranged rows
+        groups.reserve(most);
+        x.resize(room * W::room(at.hidden())), gated.resize(room * W::room(at.inner()));
+        middle.resize(visits * 2 * at.inner() + LANES), made.resize(visits * at.hidden() + LANES);
+    }
+
+    // out [rows, hidden] of rows [rows, hidden] that visit experts [rows, top] with these shares.
+    void operator()(const Mixture& at, const T* from, const int64_t* chosen, const float* shares, T* out, Member& member) {
+        const int64_t hidden = at.hidden();
+        member.share(1, [&](int64_t) { find(chosen); });
+        member.share(visits, [&](int64_t v) {
+            thread_local Buffer<float> row;
+            grow(row, hidden + LANES);
+            const T* numbers = from + visit[v] / top * hidden;
+            for_vectors(hidden, [&](int64_t i, int here) { put(wide(numbers + i, here), &row[i], here); });
+            W::arrange(row.data(), hidden, &x[groups[group[v]].place * W::room(hidden)], W::room(hidden), arranged[v], 0);
         });
+        meet(member, at.gate_up, 2 * at.inner(), x.data(), middle.data());
+        member.share(visits, [&](int64_t v) { join(at, v); });
+        meet(member, at.down, hidden, gated.data(), made.data());
+        member.share(rows, [&](int64_t r) { add(at, r, shares, out); });
     }
 };
+
+// Rows whose experts and shares are given.
+struct Visits {
+    int64_t number_type, threads, rows;
+    Mixture mixture;
+    const void* x;          // [rows, hidden]
+    const int64_t* chosen;  // [rows, top] experts
+    const float* shares;    // [rows, top]
+    void* out;              // [rows, hidden]
+};
+template <class T, class W> static void mix(const Visits& at) {
+    for (int64_t i = 0; i < at.rows * at.mixture.top; i++)
+        if (at.chosen[i] < 0 || at.chosen[i] >= at.mixture.experts) throw std::out_of_range("expert");
+    Experts<T, W> experts(at.mixture, at.rows, at.threads);
+    Team(int(at.threads), experts.STAGES).run([&](Team::Member& member) {
+        const typename W::Thread equipped;
+        experts(at.mixture, (const T*)at.x, at.chosen, at.shares, (T*)at.out, member);
+    });
+}

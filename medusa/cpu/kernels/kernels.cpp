@@ -135,9 +135,9 @@ extern "C" int medusa_pass(const Pass* pass) {
     });
 }
 
-extern "C" int medusa_experts(const Mixture* at) {
+extern "C" int medusa_experts(const Visits* at) {
     return outcome([&] {
-        as_usual(at->number_type, at->down.for_dots(), [&](auto number, auto how) { Experts<decltype(number), decltype(how)>{*at}(); });
+        as_usual(at->number_type, at->mixture.down.for_dots(), [&](auto number, auto how) { mix<decltype(number), decltype(how)>(*at); });
     });
 }
 

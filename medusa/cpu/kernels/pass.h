@@ -1,13 +1,15 @@
 // A decoder's whole pass over tree rows, for families whose layers are the usual block: norm, attention with rotary
 // positions, residual, norm, gated MLP, residual; norms may stand behind attention and the MLP too, or only there. In
-// place of attention, some layers may be recurrent (mixer.h).
+// place of attention, some layers may be recurrent (mixer.h); in place of the MLP or beside it, there may be experts.
 // Numbers are rounded to T where transformers rounds them.
 //
 // One team of threads runs through all layers; a stage ends where the next reads what another thread wrote.
 #pragma once
+#include <memory>
 #include <stdexcept>
 
 #include "attention.h"
+#include "experts.h"
 #include "int8.h"
 #include "mixer.h"
 #include "tiles.h"
@@ -18,6 +20,7 @@ struct Block {
     const void *query_norm, *key_norm;                // or null
     const void* token_norm;                           // of embeddings that are read in front of the state, or null
     const Mixer* mixer;                               // or null: attention
+    const Mixture* mixture;                           // or null; then the MLP is one that all rows visit, or has no outputs
     int64_t gates;                                    // 1 = a head's gate of its output follows each head of queries
     int64_t whole_norms;                              // 1 = queries and keys are normed over all heads, 0 = head by head
     int64_t rotary;                                   // which positions turn queries and keys; -1 = none
@@ -66,6 +69,11 @@ template <class T, class W> class Run {  // W: how its weights are met
     std::vector<int64_t> positions, places;  // of each row in its text, and in the cache
     std::vector<int64_t> above;              // the row before each, in its tree; -1 = none
     Buffer<float> asked, recurred, skipped;  // queries, outputs and what is added to them, of recurrent layers
+    std::unique_ptr<Experts<T, W>> experts;
+    Buffer<T> read, scores, mixed;  // what experts read and make, and the router's scores with the gate's
+    Buffer<number<T>> routed;       // what the router reads
+    std::vector<int64_t> chosen;
+    Buffer<float> shares;
     typedef Team::Member Member;
 
     // A row divided by its root mean square, times a weight.
@@ -250,14 +258,16 @@ template <class T, class W> class Run {  // W: how its weights are met
         }
     }
 
-    // Adds a layer's output for `count` rows, normed where the family does so, to those of the residual stream from `row` on.
+    // A layer's output for `count` rows.
+    template <class From, class To> void compute(const Linear& layer, From from, int64_t count, To to, Member& member) {
+        member.share(at.hidden, together<W>(layer), [&](int64_t begin, int64_t end) { W::linear(layer, from(), count, to, at.hidden, begin, end); });
+    }
+
+    // Adds it, normed where the family does so, to rows of the residual stream from `row` on.
     template <class From> void add(const Linear& layer, const void* norm, From from, int64_t row, int64_t count, Member& member) {
         const Sum<T> sums{&stream[row * at.hidden], at.residual};
-        const auto compute = [&](auto to) {
-            member.share(at.hidden, together<W>(layer), [&](int64_t begin, int64_t end) { W::linear(layer, from(), count, to, at.hidden, begin, end); });
-        };
-        if (!norm) return compute(sums);
-        compute(projected.data());
+        if (!norm) return compute(layer, from, count, sums, member);
+        compute(layer, from, count, projected.data(), member);
         member.share(count, [&](int64_t r) { normed(&projected[r * at.hidden], norm, at.hidden, sums + r * at.hidden); });
     }
 
@@ -287,6 +297,38 @@ template <class T, class W> class Run {  // W: how its weights are met
         add(block.output, block.after, mixed_rows, 0, rows, member);
     }
 
+    // What experts make of all rows, in `mixed`.
+    void mix(const Block& block, Member& member) {
+        const Mixture& here = *block.mixture;
+        const int64_t room = Plain<T>::room(at.hidden), scored = here.experts + 1;
+        member.share(rows, [&](int64_t r) {
+            thread_local Buffer<float> row;
+            grow(row, at.hidden + LANES);
+            T* to = &read[r * at.hidden];
+            normed(&stream[r * at.hidden], block.mlp_norm, at.hidden, to);
+            copied(to, at.hidden, row.data());
+            Plain<T>::arrange(row.data(), at.hidden, routed.data(), room, r, 0);
+        });
+        member.share(here.experts, Plain<T>::OUTPUTS, [&](int64_t begin, int64_t end) {
+            Plain<T>::linear(here.router, routed.data(), rows, scores.data(), scored, begin, end);
+            if (here.gate.outputs && end == here.experts) Plain<T>::linear(here.gate, routed.data(), rows, scores.data() + here.experts, scored, 0, 1);
+        });
+        member.share(rows, [&](int64_t r) { choose(here, &scores[r * scored], &chosen[r * here.top], &shares[r * here.top]); });
+        (*experts)(here, read.data(), chosen.data(), shares.data(), mixed.data(), member);
+    }
+
+    // What a row gets from its experts, and from the one that all rows visit, times the sigmoid of its gate.
+    void add_mixed(const Mixture& here, bool shared, int64_t r) {
+        vf open[1] = {splat(1.f)}, gate[1] = {splat(widen(scores[r * (here.experts + 1) + here.experts]))};
+        if (here.gate.outputs) times_sigmoid<T>(open, gate);
+        const Sum<T> sums{&stream[r * at.hidden], at.residual};
+        for_vectors(at.hidden, [&](int64_t i, int count) {
+            vf all = wide(&mixed[r * at.hidden + i], count);
+            if (shared) all = rounded(all + rounded(wide(&projected[r * at.hidden + i], count) * open[0], T()), T());
+            put(all, sums + i, count);
+        });
+    }
+
     void layer(int64_t index, Work& work, Member& member) {
         const Block& block = at.blocks[index];
         project(block, member);
@@ -299,12 +341,18 @@ template <class T, class W> class Run {  // W: how its weights are met
             const auto attended_rows = rows_for(member, queries, [&](int64_t r, float* to) { let_through(block, r, to); });
             add(block.output, block.after, attended_rows, 0, rows, member);
         }
-        auto from = normed_rows(member, block.mlp_norm);
-        for (int64_t first = 0; first < rows; first += SLAB) {
-            const int64_t count = std::min(SLAB, rows - first);
-            member.share(at.inner, W::UNIT, [&](int64_t begin, int64_t end) { gate(block, from() + first * wide_hidden, count, begin, end); });
-            add(block.down, block.mlp_after, [this] { return gated.data(); }, first, count, member);
+        if (block.mixture) mix(block, member);
+        if (block.down.outputs) {
+            auto from = normed_rows(member, block.mlp_norm);
+            for (int64_t first = 0; first < rows; first += SLAB) {
+                const int64_t count = std::min(SLAB, rows - first);
+                member.share(at.inner, W::UNIT, [&](int64_t begin, int64_t end) { gate(block, from() + first * wide_hidden, count, begin, end); });
+                const auto gates = [this] { return gated.data(); };
+                if (block.mixture) compute(block.down, gates, count, &projected[first * at.hidden], member);
+                else add(block.down, block.mlp_after, gates, first, count, member);
+            }
         }
+        if (block.mixture) member.share(rows, [&](int64_t r) { add_mixed(*block.mixture, block.down.outputs, r); });
         if (block.tap) member.share(rows, [&](int64_t r) { hand_over(&stream[r * at.hidden], r, block.tap); });
     }
 
@@ -312,20 +360,27 @@ template <class T, class W> class Run {  // W: how its weights are met
         std::memcpy((T*)at.out + r * at.width + column, numbers, at.hidden * sizeof(T));
     }
 
-    int64_t stages() const { return 2 + at.layers * (8 + Work::STAGES + 3 * ((rows + SLAB - 1) / SLAB)); }
+    int64_t stages() const { return 2 + at.layers * (12 + Work::STAGES + Experts<T, W>::STAGES + 3 * ((rows + SLAB - 1) / SLAB)); }
+
+    void room_for_experts(const Mixture& here) {
+        experts = std::make_unique<Experts<T, W>>(here, rows, at.threads);
+        read.resize(rows * at.hidden + LANES), mixed.resize(rows * at.hidden + LANES), scores.resize(rows * (here.experts + 1) + LANES);
+        routed.resize(rows * Plain<T>::room(at.hidden)), chosen.resize(rows * here.top), shares.resize(rows * here.top);
+    }
 
   public:
     explicit Run(const Pass& pass) : at(pass) {
-        int64_t widest = at.hidden, read = at.blocks[0].token_norm ? 2 * at.hidden : std::max(at.hidden, queries);
+        int64_t widest = at.hidden, most = at.blocks[0].token_norm ? 2 * at.hidden : std::max(at.hidden, queries);  // numbers that are read
         for (const Block* block = at.blocks; block != at.blocks + at.layers; block++) {
-            widest = std::max(widest, width(*block)), read = std::max(read, block->output.in);
+            widest = std::max(widest, width(*block)), most = std::max(most, block->output.in);
+            if (block->mixture && !experts) room_for_experts(*block->mixture);
             if (!block->mixer) continue;
             const int64_t values = rows * block->mixer->heads * block->mixer->values;
             grow(asked, rows * block->mixer->key_heads * block->mixer->keys + LANES), grow(recurred, values + LANES);
             if (block->mixer->kind == MAMBA) grow(skipped, values + LANES);
         }
         stream.resize(rows * at.hidden + LANES), projected.resize(rows * widest + LANES);
-        if (rows > FEW) x.resize(W::rows(rows) * W::room(read));
+        if (rows > FEW) x.resize(W::rows(rows) * W::room(most));
         gated.resize(W::rows(std::min(rows, SLAB)) * wide_inner);
         query.resize(rows * queries), attended.resize(rows * queries);
         std::vector<int64_t> depth;
