@@ -22,6 +22,7 @@ from transformers.initialization import no_init_weights
 from medusa import BaseModel, DraftHeads, HeadsConfig, build_heads
 from medusa.base.checkpoint import choose_dtype, usable_device
 from medusa.base.taps import spread_layers
+from medusa.cpu.experts import use_experts
 from medusa.cpu.int8 import round_linears
 from medusa.cpu.native import use_kernels
 from medusa.heads.layer import LayerConfig
@@ -65,9 +66,15 @@ SHAPES: dict[str, dict[str, Any]] = {
     | {"model_type": "granitemoehybrid", "vocab_size": 100_352, "num_key_value_heads": 4, "num_local_experts": 0}
     | {"shared_intermediate_size": 2048, "layer_types": _attention_at(32, "mamba", (10, 13, 17, 27))}
     | {"mamba_n_heads": 48, "mamba_d_head": 32, "mamba_d_state": 128, "position_embedding_type": None},
+    "olmoe-1b-7b": _llama(2048, 1024, 16, 16, 128, tied=False)
+    | {"model_type": "olmoe", "vocab_size": 50_304, "num_key_value_heads": 16, "max_position_embeddings": 4096}
+    | {"num_experts": 64, "num_experts_per_tok": 8},
+    "qwen3-30b-a3b": _qwen3(2048, 6144, 48, 32, tied=False)
+    | {"model_type": "qwen3_moe", "num_key_value_heads": 4, "moe_intermediate_size": 768, "norm_topk_prob": True}
+    | {"num_experts": 128, "num_experts_per_tok": 8},
 }
 """Values of the published configs that determine the time of a pass: Llama 3.1 and 3.2, Qwen 3 and 3.5, SmolLM2, LFM2,
-Granite 4."""
+Granite 4, OLMoE."""
 
 
 def given_device(options: argparse.Namespace) -> torch.device:
@@ -114,6 +121,7 @@ def random_base(
         round_linears(model, output=model.get_output_embeddings())
     if device.type == "cpu":
         use_kernels(model)
+        use_experts(model)
     no_words = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()))
     return BaseModel(model, no_words, config.name_or_path, attention, int8=int8)
 

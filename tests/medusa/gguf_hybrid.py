@@ -1,4 +1,4 @@
-"""Small GGUF files of Qwen 3.5 and LFM2, as llama.cpp's converter writes them.
+"""Small GGUF files of Qwen 3.5, with experts too, and LFM2, as llama.cpp's converter writes them.
 
 Names are others; in Qwen 3.5 norms are stored plus 1, and heads of values take turns.
 """
@@ -14,15 +14,20 @@ SIZES = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 256, "initializer_range": 0.1,
 }  # fmt: skip
+QWEN = {
+    "model_type": "qwen3_5_text", "head_dim": 16, "layer_types": ["linear_attention", "full_attention"] * 2,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+    "rope_parameters": {
+        "rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1],
+        "mrope_interleaved": True,
+    },
+    "tie_word_embeddings": True,
+}  # fmt: skip
 KINDS = {
-    "qwen35": {
-        "model_type": "qwen3_5_text", "head_dim": 16, "layer_types": ["linear_attention", "full_attention"] * 2,
-        "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
-        "rope_parameters": {
-            "rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1],
-            "mrope_interleaved": True,
-        },
-        "tie_word_embeddings": True,
+    "qwen35": QWEN,
+    "qwen35moe": QWEN | {
+        "model_type": "qwen3_5_moe_text", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 96,
     },
     "lfm2": {
         "model_type": "lfm2", "layer_types": ["conv", "conv", "full_attention", "conv"],
@@ -43,6 +48,9 @@ NAMES = {
     "input_layernorm.": "attn_norm.", "post_attention_layernorm.": "post_attention_norm.",
     "self_attn.q_proj.": "attn_q.", "self_attn.k_proj.": "attn_k.", "self_attn.v_proj.": "attn_v.",
     "self_attn.o_proj.": "attn_output.", "self_attn.q_norm.": "attn_q_norm.", "self_attn.k_norm.": "attn_k_norm.",
+    "mlp.experts.down_proj": "ffn_down_exps.weight", "mlp.shared_expert_gate.": "ffn_gate_inp_shexp.",
+    "mlp.shared_expert.gate_proj.": "ffn_gate_shexp.", "mlp.shared_expert.up_proj.": "ffn_up_shexp.",
+    "mlp.shared_expert.down_proj.": "ffn_down_shexp.", "mlp.gate.": "ffn_gate_inp.",
     "mlp.gate_proj.": "ffn_gate.", "mlp.up_proj.": "ffn_up.", "mlp.down_proj.": "ffn_down.",
     "linear_attn.in_proj_qkv.": "attn_qkv.", "linear_attn.in_proj_z.": "attn_gate.",
     "linear_attn.in_proj_a.": "ssm_alpha.", "linear_attn.in_proj_b.": "ssm_beta.",
@@ -66,6 +74,8 @@ def stored(name, weight, config):
         numbers = -np.exp(numbers)
     if "ssm_conv1d" in name:
         numbers = numbers[:, 0]
+    if "gate_inp_shexp" in name:
+        numbers = numbers[0]
     tiled = np.arange(heads).reshape(config.linear_num_key_heads, -1).T.flatten()
     if re.search("ssm_(a|dt|alpha|beta)", name):
         numbers = numbers[tiled]
@@ -96,7 +106,13 @@ def write_hybrid(path, family, tokenizer, kind):
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
+    if family == "qwen35moe":
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+        writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+    else:
+        writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     if family == "lfm2":
@@ -108,8 +124,8 @@ def write_hybrid(path, family, tokenizer, kind):
         writer.add_layer_norm_rms_eps(config.rms_norm_eps)
         writer.add_key_length(config.head_dim)
         writer.add_rope_dimension_count(int(config.head_dim * config.rope_parameters["partial_rotary_factor"]))
-        writer.add_array("qwen35.rope.dimension_sections", [*config.rope_parameters["mrope_section"], 0])
-        writer.add_uint32("qwen35.full_attention_interval", 2)
+        writer.add_array(f"{family}.rope.dimension_sections", [*config.rope_parameters["mrope_section"], 0])
+        writer.add_uint32(f"{family}.full_attention_interval", 2)
         writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
         writer.add_ssm_state_size(config.linear_key_head_dim)
         writer.add_ssm_group_count(config.linear_num_key_heads)
@@ -126,12 +142,20 @@ def write_hybrid(path, family, tokenizer, kind):
         if own == "lm_head.weight":
             continue  # tied
         name, numbers = stored(own, weight, config)
-        if weight.dim() == 2 and numbers.shape[1] % 32 == 0:
-            raw = GGMLQuantizationType[kind]
-            writer.add_tensor(name, quantize(numbers, raw), raw_dtype=raw)
-        else:
-            writer.add_tensor(name, numbers)
-    if family == "qwen35":  # the multi-token-prediction layer, counted as one more
+        parts = {name: numbers}
+        if own.endswith("experts.gate_up_proj"):
+            layer, inner = name.removesuffix("mlp.experts.gate_up_proj"), config.moe_intermediate_size
+            parts = {
+                f"{layer}ffn_up_exps.weight": numbers[:, inner:],
+                f"{layer}ffn_gate_exps.weight": numbers[:, :inner],
+            }
+        for part, values in parts.items():
+            if values.ndim >= 2 and values.shape[-1] % 32 == 0 and not part.endswith("ffn_gate_inp.weight"):
+                raw = GGMLQuantizationType[kind]
+                writer.add_tensor(part, quantize(np.ascontiguousarray(values), raw), raw_dtype=raw)
+            else:
+                writer.add_tensor(part, values)
+    if family != "lfm2":  # the multi-token-prediction layer, counted as one more
         writer.add_tensor(f"blk.{config.num_hidden_layers}.nextn.eh_proj.weight", np.ones((8, 8), np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

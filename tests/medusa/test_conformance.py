@@ -85,6 +85,7 @@ FAMILIES = {
     "ministral3": {"rope_parameters": STRETCHED},
     "mistral": WINDOW,
     "mixtral": EXPERTS,
+    "olmoe": EXPERTS,
     "mpt": {"d_model": 32, "n_heads": 4, "n_layers": 3, "max_seq_len": 128},
     "nemotron": {},
     "olmo": {"clip_qkv": 0.5},
@@ -132,6 +133,7 @@ SINGLE = (
     "deepseek_v3",
     "gpt_oss",
     "mixtral",
+    "olmoe",
     "phimoe",
     "qwen2_moe",
     "qwen3_moe",
@@ -154,8 +156,8 @@ GATHERED = ("deepseek_v3",)
 CHAINS = ("mpt",)
 FUSED = (
     "bamba", "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "granite", "helium", "lfm2",
-    "llama", "ministral3", "mistral", "olmo2", "olmo3", "phi3", "qwen2", "qwen3", "qwen3_5_text", "seed_oss",
-    "smollm3",
+    "llama", "ministral3", "mistral", "mixtral", "olmo2", "olmo3", "olmoe", "phi3", "qwen2", "qwen2_moe", "qwen3",
+    "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "seed_oss", "smollm3",
 )  # fmt: skip
 """The usual block, whose whole pass our kernels compute."""
 REFUSED = ("bloom", "mamba")

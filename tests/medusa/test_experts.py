@@ -4,16 +4,29 @@ import copy
 
 import pytest
 import torch
+from gguf import GGMLQuantizationType, quantize
+from transformers import AutoModelForCausalLM
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from medusa.cpu.experts import IMPLEMENTATION, are_usual, experts_forward, use_experts
-from tests.medusa.test_conformance import tiny
+from medusa import BaseModel
+from medusa.base.mixture_block import mixture_of, shares_of
+from medusa.cache import CachedSequence
+from medusa.cpu.experts import IMPLEMENTATION, PackedExperts, are_usual, experts_forward, use_experts
+from medusa.cpu.int8 import round_linears
+from medusa.cpu.native import use_kernels
+from medusa.cpu.packed import Packed
+from medusa.loading.exactness import find_out
+from medusa.loading.self_test import choose_decoding, fuse
+from medusa.tree import Draft
+from tests.medusa.test_conformance import config_of, tiny
 
 USUAL = (
     "afmoe", "deepseek_v3", "granitemoehybrid", "lfm2_moe", "mixtral", "olmoe", "phimoe", "qwen2_moe",
     "qwen3_5_moe_text", "qwen3_moe", "qwen3_next",
 )  # fmt: skip
 """Families with experts that the kernel knows."""
+FUSED = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "qwen3_5_moe_text")
+"""Those whose whole pass it computes."""
 
 
 def experts_of(family, dtype=torch.float32):
@@ -62,6 +75,76 @@ def test_rows_are_those_of_float64_and_equal_in_any_company(rows, top, dtype):
     for row in range(rows):
         alone = experts_forward(experts, x[row : row + 1], chosen[row : row + 1], shares[row : row + 1])
         assert torch.equal(alone[0], ours[row])
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q5_1", "Q8_0"])
+@torch.inference_mode()
+def test_packed_weights_give_the_sums_of_expanded_ones(kind):
+    torch.manual_seed(0)
+    count, inner, hidden, rows = 5, 32, 64, 23
+    packed = [
+        Packed.of(torch.from_numpy(quantize(torch.randn(*shape).numpy(), GGMLQuantizationType[kind])), kind)
+        for shape in ((count * 2 * inner, hidden), (count * hidden, inner))
+    ]
+    ours, whole = PackedExperts(*packed, count, False), PackedExperts(*(one.expand() for one in packed), count, False)
+    x, shares = torch.randn(rows, hidden, dtype=torch.bfloat16), torch.rand(rows, 2)
+    chosen = torch.stack([torch.randperm(count)[:2] for _ in range(rows)])
+    assert torch.equal(ours(x, chosen, shares), whole(x, chosen, shares))
+    lossy, exact = ours.rounded()(x, chosen, shares).float(), ours(x, chosen, shares).float()
+    assert 1e-4 < (lossy - exact).norm() / exact.norm() < 0.03
+    assert torch.equal(ours.rounded()(x[:1], chosen[:1], shares[:1])[0], ours.rounded()(x, chosen, shares)[0])
+    with pytest.raises(RuntimeError, match=r"rows of torch\.float32 do not fit experts of torch\.bfloat16"):
+        ours(x.float(), chosen, shares)
+
+
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", FUSED)
+def test_rows_of_a_fused_pass_are_equal_in_any_company(family, dtype, int8):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config_of(family)).to(dtype).eval()
+    if int8:
+        assert round_linears(model, model.get_output_embeddings()) > len(experts_of(family)[1])
+    use_kernels(model)
+    base = fuse(choose_decoding(BaseModel(model, None, family, int8=int8)))
+    assert base.fused
+    assert find_out(base).exact
+
+
+@pytest.mark.parametrize("normalized", [True, False])
+def test_of_equal_experts_the_first_are_visited(normalized):
+    """As scores of 16 bits often are; then a text does not depend on how ties are broken."""
+    base, _ = tiny("qwen3_moe", "exact")
+    for layer in base.decoder.layers:
+        layer.mlp.gate.norm_topk_prob = normalized
+        layer.mlp.gate.weight.data[:] = layer.mlp.gate.weight.data[:1]
+        layer.mlp.experts.down_proj.data[2:] = float("nan")
+    fused, text = base.with_fused_pass(), torch.tensor([[5, 6, 7, 8, 9]])
+    pool = fused.new_pool()
+    hidden = fused.run(pool, fused.plan([(Draft.chain(text), [CachedSequence(pool)])]))
+    assert hidden.isfinite().all()
+    expected = base.model.model(text).last_hidden_state[0]
+    if expected.isfinite().all():
+        torch.testing.assert_close(hidden, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_other_routers_are_not_taken_for_a_softmax():
+    routers = {family: mixture_of(tiny(family)[0].decoder.layers[1]).router for family in FUSED}
+    assert {family for family, router in routers.items() if shares_of(router)[0]} == {"mixtral", "qwen3_5_moe_text"}
+    assert not any(shares_of(router)[1] for router in routers.values()), "the dtype is that of weights"
+    halves = {family: shares_of(router.to(torch.bfloat16)) for family, router in routers.items()}
+    assert [family for family, found in halves.items() if found[1]] == ["mixtral"]
+    assert mixture_of(tiny("llama")[0].decoder.layers[0]) is None
+
+    class Sigmoid(torch.nn.Module):
+        top_k, weight = 2, torch.randn(4, 32)
+
+        def forward(self, rows):
+            scores = torch.nn.functional.linear(rows, self.weight)
+            return scores, *scores.sigmoid().topk(self.top_k)
+
+    assert shares_of(Sigmoid()) is None
+    assert shares_of(torch.nn.Linear(32, 4)) is None
 
 
 def test_gradients_pass_as_before():

@@ -9,7 +9,7 @@ import huggingface_hub
 import numpy as np
 import pytest
 import torch
-from gguf import GGUFReader, GGUFWriter, RopeScalingType
+from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter, RopeScalingType, quantize
 from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
 from safetensors import SafetensorError
 from transformers import (
@@ -26,7 +26,10 @@ from medusa import BaseModel, MedusaModel, SamplingParams
 from medusa.base import gguf, gguf_convert, gguf_names, gguf_reading, gguf_tensors, on_hub
 from medusa.base.gguf_tokenizer import read_tokenizer
 from medusa.base.names import resolve_base
+from medusa.cpu.experts import PackedExperts, use_experts
 from medusa.cpu.gguf_types import KINDS
+from medusa.cpu.native import use_kernels
+from medusa.cpu.packed import Packed, packed_weights
 from medusa.serve.server import main
 from tests.medusa.gguf_files import SIZES, write_file
 from tests.medusa.gguf_hybrid import write_hybrid
@@ -65,6 +68,28 @@ def test_every_number_is_that_of_transformers(family, kind, tokenizer, tmp_path,
     assert ("kept packed" in told) == (kind in KINDS)
     assert len(list((tmp_path / "base").glob(gguf.WEIGHTS))) > 2
     check(tmp_path / "base", whole)
+
+
+def test_packed_experts_give_what_expanded_ones_do(tokenizer, tmp_path):
+    """Gates and up projections of one type are packed together; of several types they are expanded."""
+
+    def blocks(name, numbers):
+        kind = "Q8_0" if name.startswith("blk.1.ffn_up_exps") else "Q4_1"
+        return quantize(numbers, GGMLQuantizationType[kind]), kind
+
+    file = write_file(tmp_path / "small.gguf", "qwen3moe", Qwen3MoeConfig, tokenizer, blocks=blocks)
+    gguf_convert.convert(file, tmp_path / "base")
+    packed, whole = (gguf.load(tmp_path / "base", torch.bfloat16, expand=expand) for expand in (False, True))
+    experts = [layer.mlp.experts for layer in packed.model.layers]
+    assert [type(one.gate_up).__name__ for one in experts] == ["Packed", "Parameter"]
+    assert all(isinstance(one.down, Packed) for one in experts)
+    use_kernels(whole), use_experts(whole)
+    text = torch.tensor([[5, 6, 7, 8, 9, 5]])
+    with torch.inference_mode():
+        assert torch.equal(packed(text).logits, whole(text).logits)
+    assert sum(one.inputs * one.outputs for one in packed_weights(packed)) > sum(
+        one.numel() for one in packed.parameters()
+    )
 
 
 def test_a_family_that_is_read_as_a_whole_has_the_same_numbers(tokenizer, tmp_path, monkeypatch):
@@ -136,7 +161,7 @@ def hub(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["Q4_1", "Q8_0", "F16"])
-@pytest.mark.parametrize("family", ["qwen35", "lfm2"])
+@pytest.mark.parametrize("family", ["qwen35", "qwen35moe", "lfm2"])
 def test_hybrid_models(family, kind, tokenizer, tmp_path, monkeypatch, caplog):
     """Numbers are those that transformers computes in float32, rounded once; in 16 bits it rounds more often."""
     file = write_hybrid(tmp_path / "small.gguf", family, tokenizer, kind)
@@ -151,14 +176,16 @@ def test_hybrid_models(family, kind, tokenizer, tmp_path, monkeypatch, caplog):
     assert base.fused and base.recurrent
     matrices = {type(part).__name__ for name, part in base.model.named_modules() if "proj" in name}
     # Heads of values take turns in the file, so columns of one layer have other places in it.
-    others = {"NativeLinear"} if family == "qwen35" or kind == "F16" else set()
+    others = {"NativeLinear"} if family != "lfm2" or kind == "F16" else set()
     assert matrices == others | ({"PackedLinear"} if kind != "F16" else set())
     text = [5, 6, 7, 8, 5, 6]
     with torch.inference_mode():
         expected = whole.generate(torch.tensor([text]), max_new_tokens=8, do_sample=False, pad_token_id=0)[0, 6:]
     output = model.generate(text, max_new_tokens=8, drafter="prompt-lookup", nodes=4)
     assert output.tokens == expected.tolist()
-    if family == "qwen35":
+    experts = [part for part in base.model.modules() if isinstance(part, PackedExperts)]
+    assert len(experts) == (4 if family == "qwen35moe" and kind != "F16" else 0)
+    if family != "lfm2":
         with pytest.raises(ValueError, match="it is not read from GGUF files; give a checkpoint in safetensors files"):
             base.with_mtp()
 
