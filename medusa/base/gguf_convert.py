@@ -3,7 +3,9 @@
 import functools
 import inspect
 import json
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import permutations
@@ -144,10 +146,20 @@ def _packed(
     file: Path, found: Iterable[tuple[str, Tensor, list[Stored]]], config: PretrainedConfig
 ) -> Iterator[tuple[str, Tensor | Packed, str]]:
     """Name, tensor and type of each of the model's tensors; those whose packed form is equal are packed."""
-    with _one_error(file):
+    waiting = deque[tuple[str, Tensor, list[Stored], Future[Packed | None]]]()
+
+    def first() -> tuple[str, Tensor | Packed, str]:
+        name, tensor, stored, packing = waiting.popleft()
+        packed = packing.result()
+        return (name, packed, stored[0].kind) if packed else (name, tensor, "")
+
+    with _one_error(file), ThreadPoolExecutor(1) as packer:  # packs a tensor while the next one is read
         for name, tensor, stored in found:
-            packed = _pack(tensor, stored, config)
-            yield (name, packed, stored[0].kind) if packed else (name, tensor, "")
+            waiting.append((name, tensor, stored, packer.submit(_pack, tensor, stored, config)))
+            if len(waiting) > 1:
+                yield first()
+        while waiting:
+            yield first()
 
 
 def _pack(expanded: Tensor, stored: Sequence[Stored], config: PretrainedConfig) -> Packed | None:
