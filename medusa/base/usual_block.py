@@ -36,7 +36,8 @@ GATE, UP, DOWN = ("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2", "ou
 GATE_AND_UP = ("gate_up_proj", "input_linear")
 MLP_PARTS = {*GATE_AND_UP, *GATE, *UP, *DOWN}
 LAST_NORMS = ("norm", "embedding_norm", "final_layernorm")
-DECODER_PARTS = {"embed_tokens", "layers", "rotary_emb", *LAST_NORMS}
+ROTARIES = ("rotary_emb", "pos_emb")
+DECODER_PARTS = {"embed_tokens", "layers", *ROTARIES, *LAST_NORMS}
 GATES = {"SiLU": False, "SiLUActivation": False, "GELUTanh": True}
 """Whether an activation of the MLP's gates is GELU (approximated by tanh); else it is SiLU."""
 ROTARY = ("default", "linear", "llama3", "yarn")
@@ -220,16 +221,18 @@ def rotaries_of(decoder: Any) -> tuple[list[Rotary], list[int]]:
     Raises:
         UnusualBlockError: Positions are of a kind whose angles depend on more than the position.
     """
-    if decoder.rotary_emb is None:
+    if not any(hasattr(decoder, name) for name in ROTARIES):
+        raise UnusualBlockError("its positions are of another kind")
+    if (turns := part_of(decoder, ROTARIES)) is None:
         return [Rotary(lambda rows, like: (like.new_empty(rows, 0),) * 2)], [-1] * len(decoder.layers)
-    kinds = getattr(decoder.rotary_emb, "rope_type", None)
+    kinds = getattr(turns, "rope_type", None)
     by_type = kinds if isinstance(kinds, dict) else {None: kinds}
     for kind in by_type.values():
         if kind not in ROTARY:
             raise UnusualBlockError(f"its positions are {kind or 'of another kind'}")
 
     def angles(names: Sequence[str], rows: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        cosines, sines = decoder.rotary_emb(like, torch.arange(rows, device=like.device)[None], *names)
+        cosines, sines = turns(like, torch.arange(rows, device=like.device)[None], *names)
         return cosines[0].contiguous(), sines[0].contiguous()
 
     names = list(by_type)

@@ -28,8 +28,9 @@ class Mixture(ctypes.Structure):
 
     _fields_ = [
         *[(name, LinearStruct) for name in ("gate_up", "down", "router", "gate")],
-        *[(name, _INT) for name in ("experts", "top", "gelu", "normalized", "whole_shares")],
-    ]
+        *[(name, _INT) for name in ("experts", "top", "gelu", "sigmoid", "normalized", "whole_shares")],
+        ("bias", _POINTER), ("scale", ctypes.c_float),
+    ]  # fmt: skip
 
 
 class _Visits(ctypes.Structure):

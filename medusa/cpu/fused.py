@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from medusa.attention import Span, TreePlan
-from medusa.base.mixture_block import MixtureParts, mixture_of, shares_of
+from medusa.base.mixture_block import MixtureParts, mixture_of, routing_of
 from medusa.base.recurrent_block import mixer_of
 from medusa.base.usual_block import (
     UnusualBlockError,
@@ -182,28 +182,29 @@ class FusedPass:
 
     def _mixture(self, parts: MixtureParts) -> Mixture:
         """Pointers to the weights of a layer's experts."""
-        experts, shares = parts.experts, shares_of(parts.router)
-        if shares is None:
+        experts, routing = parts.experts, routing_of(parts)
+        if routing is None:
             raise UnusualBlockError(f"its router is {type(parts.router).__name__}")
         if not isinstance(experts, PackedExperts):
             if not are_usual(experts):
                 raise UnusualBlockError(f"its experts are {type(experts).__name__}")
             experts = PackedExperts.of(experts)
         gate = None if parts.gate is None else _whole(parts.gate)
-        routing = [parts.router.weight, *([] if gate is None else [gate.weight])]
-        if any(isinstance(one, Packed) for one in routing):
+        choosing = [parts.router.weight, *([] if gate is None else [gate.weight])]
+        if any(isinstance(one, Packed) for one in choosing):
             raise UnusualBlockError("what chooses among its experts is packed")
-        weights = [experts.gate_up, experts.down]
-        plain = routing if self._int8 else [*routing, *weights]
+        weights, bias = [experts.gate_up, experts.down], None if parts.bias is None else parts.bias.float()
+        plain = choosing if self._int8 else [*choosing, *weights]
         if {DTYPE if isinstance(one, Packed) else one.dtype for one in plain} != {self._dtype}:
             raise UnusualBlockError("its experts are of several dtypes")
         if any((isinstance(one, Packed) and one.for_dots) != self._int8 for one in weights):
             raise UnusualBlockError("some of its experts are rounded to 8 bits and others are not")
-        self._keep([one.parts if isinstance(one, Packed) else one for one in [*routing, *weights]])
+        self._keep([bias, *(one.parts if isinstance(one, Packed) else one for one in [*choosing, *weights])])
         struct = experts.struct
         struct.router, struct.top = LinearStruct.of(parts.router.weight), parts.router.top_k
         struct.gate = LinearStruct() if gate is None else gate.struct
-        struct.normalized, struct.whole_shares = shares
+        struct.bias = None if bias is None else bias.data_ptr()
+        struct.sigmoid, struct.normalized, struct.whole_shares, struct.scale = routing
         sizes = [(one.experts, one.top, one.gate_up.outputs, one.down.inputs) for one in [struct, *self._mixtures]]
         if len(set(sizes)) > 1:
             raise UnusualBlockError("its layers have experts of several sizes")

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from medusa import BaseModel
-from medusa.base.mixture_block import mixture_of, shares_of
+from medusa.base.mixture_block import MixtureParts, mixture_of, routing_of
 from medusa.cache import CachedSequence
 from medusa.cpu.experts import IMPLEMENTATION, PackedExperts, are_usual, experts_forward, use_experts
 from medusa.cpu.int8 import round_linears
@@ -25,7 +25,7 @@ USUAL = (
     "qwen3_5_moe_text", "qwen3_moe", "qwen3_next",
 )  # fmt: skip
 """Families with experts that the kernel knows."""
-FUSED = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "qwen3_5_moe_text")
+FUSED = ("lfm2_moe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "qwen3_5_moe_text")
 """Those whose whole pass it computes."""
 
 
@@ -97,8 +97,10 @@ def test_packed_weights_give_the_sums_of_expanded_ones(kind):
         ours(x.float(), chosen, shares)
 
 
-@pytest.mark.parametrize("int8", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("dtype", "int8"),
+    [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True), (torch.float16, False)],
+)
 @pytest.mark.parametrize("family", FUSED)
 def test_rows_of_a_fused_pass_are_equal_in_any_company(family, dtype, int8):
     torch.manual_seed(0)
@@ -129,22 +131,42 @@ def test_of_equal_experts_the_first_are_visited(normalized):
 
 
 def test_other_routers_are_not_taken_for_a_softmax():
-    routers = {family: mixture_of(tiny(family)[0].decoder.layers[1]).router for family in FUSED}
-    assert {family for family, router in routers.items() if shares_of(router)[0]} == {"mixtral", "qwen3_5_moe_text"}
-    assert not any(shares_of(router)[1] for router in routers.values()), "the dtype is that of weights"
-    halves = {family: shares_of(router.to(torch.bfloat16)) for family, router in routers.items()}
-    assert [family for family, found in halves.items() if found[1]] == ["mixtral"]
+    found = {family: mixture_of(tiny(family)[0].decoder.layers[1]) for family in FUSED}
+    routing = {family: routing_of(parts) for family, parts in found.items()}
+    normalized = {"lfm2_moe", "mixtral", "qwen3_5_moe_text"}
+    assert {family for family, one in routing.items() if one.normalized} == normalized
+    assert {family for family, one in routing.items() if one.sigmoid} == {"lfm2_moe"}
+    assert not any(one.whole for one in routing.values()), "the dtype is that of weights"
+    for parts in found.values():
+        parts.router.to(torch.bfloat16)
+    halves = {family: routing_of(parts) for family, parts in found.items()}
+    assert [family for family, one in halves.items() if one.whole] == ["mixtral"]
     assert mixture_of(tiny("llama")[0].decoder.layers[0]) is None
 
-    class Sigmoid(torch.nn.Module):
+    class Tanh(torch.nn.Module):
         top_k, weight = 2, torch.randn(4, 32)
 
         def forward(self, rows):
             scores = torch.nn.functional.linear(rows, self.weight)
-            return scores, *scores.sigmoid().topk(self.top_k)
+            return scores, *scores.tanh().topk(self.top_k)
 
-    assert shares_of(Sigmoid()) is None
-    assert shares_of(torch.nn.Linear(32, 4)) is None
+    for other in (Tanh(), torch.nn.Linear(32, 4)):
+        assert routing_of(MixtureParts(other, None, None, None, None)) is None
+
+
+@torch.inference_mode()
+def test_experts_are_chosen_with_a_bias_that_is_no_part_of_shares():
+    base, _ = tiny("lfm2_moe", "exact")
+    found = [parts for layer in base.decoder.layers if (parts := mixture_of(layer)) is not None]
+    assert found
+    for parts in found:
+        parts.bias.copy_(torch.tensor([0.0, 0.5, -0.5, 0.3]))
+        parts.router.routed_scaling_factor = 1.75
+        assert routing_of(parts).scale == 1.75
+    fused, text = base.with_fused_pass(), torch.tensor([[5, 6, 7, 8, 9]])
+    pool = fused.new_pool()
+    hidden = fused.run(pool, fused.plan([(Draft.chain(text), [CachedSequence(pool)])]))
+    torch.testing.assert_close(hidden, base.model.model(text).last_hidden_state[0], atol=1e-5, rtol=1e-5)
 
 
 def test_gradients_pass_as_before():

@@ -11,34 +11,43 @@ struct Mixture {
     Linear router, gate;   // plain: scores of experts; the gate of an expert that all rows visit, or no outputs
     int64_t experts, top;  // top: that a row visits
     int64_t gelu;          // as in Pass
+    int64_t sigmoid;       // 1 = probabilities are sigmoids of scores, 0 = their softmax
     int64_t normalized;    // 1 = shares are divided by their sum
     int64_t whole_shares;  // 1 = shares, and products with them, are not rounded
+    const float* bias;     // [experts] added to probabilities where experts are chosen, or null
+    float scale;           // of shares
 
     int64_t hidden() const { return gate_up.in; }
     int64_t inner() const { return down.in; }
 };
 
-// A row's softmax over scores, and the experts whose probabilities are largest; of equal ones those that come first.
+// The experts whose probabilities are largest for a row with these scores, of equal ones those that come first, and its shares.
 template <class T> static void choose(const Mixture& at, const T* scores, int64_t* chosen, float* shares) {
+    constexpr float LEAST = 1e-6f;  // of the sum of sigmoids
+    const auto round = [&at](float x) { return at.whole_shares ? x : rounded(splat(x), T())[0]; };
+    thread_local Buffer<float> probability;
+    grow(probability, at.experts + LANES);
     float largest = -INFINITY, all = 0, sum = 0;
-    thread_local Buffer<float> exact;
-    grow(exact, at.experts + LANES);
-    for (int64_t e = 0; e < at.experts; e++) largest = std::max(largest, exact[e] = widen(scores[e]));
-    for_vectors(at.experts, [&](int64_t i, int here) { put(exponential(wide(&exact[i], here) - splat(largest)), &exact[i], here); });
-    for (int64_t e = 0; e < at.experts; e++) all += exact[e];
+    for (int64_t e = 0; e < at.experts; e++) largest = std::max(largest, widen(scores[e]));
+    for_vectors(at.experts, [&](int64_t i, int here) {
+        const vf score = wide(scores + i, here);
+        vf one[1] = {splat(1.f)}, gate[1] = {score};
+        if (at.sigmoid) times_sigmoid<T>(one, gate);
+        put(at.sigmoid ? one[0] : exponential(score - splat(largest)), &probability[i], here);
+    });
+    for (int64_t e = 0; e < at.experts; e++) all += probability[e];
     int64_t count = 0;
     for (int64_t e = 0; e < at.experts; e++) {
-        const float probability = exact[e] / all;
+        if (!at.sigmoid) probability[e] /= all;
+        const float rank = at.bias ? probability[e] + at.bias[e] : probability[e];
         int64_t place = count;
-        for (; place > 0 && probability > shares[place - 1]; place--)
+        for (; place > 0 && rank > shares[place - 1]; place--)
             if (place < at.top) chosen[place] = chosen[place - 1], shares[place] = shares[place - 1];
-        if (place < at.top) chosen[place] = e, shares[place] = probability, count = std::min(count + 1, at.top);
+        if (place < at.top) chosen[place] = e, shares[place] = rank, count = std::min(count + 1, at.top);
     }
-    for (int64_t k = 0; k < at.top; k++) sum += shares[k];
-    for (int64_t k = 0; k < at.top; k++) {
-        if (at.normalized) shares[k] /= sum;
-        if (!at.whole_shares) shares[k] = rounded(splat(shares[k]), T())[0];
-    }
+    for (int64_t k = 0; k < at.top; k++) sum += shares[k] = probability[chosen[k]];
+    if (at.sigmoid) sum = round(round(sum) + LEAST);
+    for (int64_t k = 0; k < at.top; k++) shares[k] = round(round(at.normalized ? shares[k] / sum : shares[k]) * at.scale);
 }
 
 // The experts of a layer, and of others of these sizes.
