@@ -125,7 +125,9 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     if grows or not are_usual(self) or hidden_states.dtype != self.gate_up_proj.dtype:
         other: Tensor = ALL_EXPERTS_FUNCTIONS["grouped_mm"](self, hidden_states, top_k_index, top_k_weights)
         return other
-    return _mix(hidden_states, top_k_index, top_k_weights, PackedExperts.of(self).struct)
+    weights = (LinearStruct.of(weight.flatten(0, 1)) for weight in (self.gate_up_proj, self.down_proj))
+    mixture = Mixture(*weights, experts=len(self.gate_up_proj), gelu=bool(_is_gelu(self)))
+    return _mix(hidden_states, top_k_index, top_k_weights, mixture)
 
 
 def _mix(x: Tensor, chosen: Tensor, shares: Tensor, mixture: Mixture) -> Tensor:
