@@ -55,7 +55,10 @@ class Sizes(NamedTuple):
 
 
 class FreeDrafter(Drafter):
-    """Drafts without cost: a fixed tree with the same tokens every time."""
+    """Drafts without cost: a fixed tree with the same tokens every time, of which no two are equal.
+
+    Equal tokens would visit the same experts of a mixture, and so read fewer weights than a text does.
+    """
 
     recordable = True
 
@@ -63,7 +66,7 @@ class FreeDrafter(Drafter):
         self.nodes, self._depth = tree.nodes, tree.depth
         self._parents, self._tokens = (
             tree.parents.to(device),
-            torch.zeros(1, tree.nodes - 1, dtype=torch.int64).to(device),
+            torch.arange(1, tree.nodes)[None].to(device),
         )
 
     def propose(self, state: DecodeState, _: Cached = (), /) -> Draft:
@@ -74,7 +77,7 @@ class FreeDrafter(Drafter):
 
 
 class Rig:
-    """Sequences of ``context`` cached random tokens, because the values of tokens do not affect time.
+    """Sequences of ``context`` cached random tokens: their values affect time only as far as they differ.
 
     Args:
         model: A base with heads.

@@ -34,6 +34,11 @@ def complete_config(values: Mapping[str, Any], header: Mapping[str, Any], stored
         values["model_type"] = family
     if family == "qwen3" and (size := header.get("qwen3.attention.key_length")):
         values["head_dim"] = size
+    if family in ("qwen2moe", "qwen3moe"):  # widths of experts are those of transformers' defaults otherwise
+        widths = {one.name: one.shape[-1] for one in stored}
+        for name, own in (("exps", "moe_intermediate_size"), ("shexp", "shared_expert_intermediate_size")):
+            if width := widths.get(f"blk.0.ffn_down_{name}.weight"):
+                values[own] = width
     if family == "phi3" and (turned := header.get("phi3.rope.dimension_count")):
         values["partial_rotary_factor"] = turned * values["num_attention_heads"] / values["hidden_size"]
     told = {name.removeprefix(f"{family}.rope."): value for name, value in header.items()}

@@ -96,8 +96,14 @@ def held_bytes(file: Path) -> int:
     """
     with _one_error(file):
         found = stored_tensors(file)[1]
-    bits = [held_bits(one.kind) if one.kind in KINDS else 8 * DTYPE.itemsize for one in found]
-    return int(sum(prod(one.shape) * each for one, each in zip(found, bits, strict=True)) / 8)
+    kinds = {one.name: one.kind for one in found}
+
+    def bits(one: Stored) -> float:
+        joined = one.name.replace("_up_exps", "_gate_exps"), one.name.replace("_gate_exps", "_up_exps")
+        packs = one.kind in KINDS and all(kinds.get(name, one.kind) == one.kind for name in joined)
+        return held_bits(one.kind) if packs else 8 * DTYPE.itemsize
+
+    return int(sum(prod(one.shape) * bits(one) for one in found) / 8)
 
 
 @contextmanager

@@ -89,9 +89,11 @@ def step_work(shape: Shape, requests: int, context: int, nodes: int = 1) -> Work
     dense = shape.layer_weights - shape.expert_weights
     read = dense + shape.expert_weights * (1 - missed**rows)
     weights = read * per_weight + shape.output_weights * shape.itemsize
+    if shape.held:
+        weights = shape.held * (read + shape.output_weights) / (shape.layer_weights + shape.output_weights)
     multiplied = dense + shape.expert_weights * shape.visited + shape.output_weights
     return Work(
-        weights=(shape.held or weights) + rows * shape.vocabulary * shape.itemsize,
+        weights=weights + rows * shape.vocabulary * shape.itemsize,
         cached=requests * (context + nodes) * shape.cached_bytes,
         linear=2 * rows * multiplied,
         attention=2 * rows * (context + nodes) * shape.scored,

@@ -76,6 +76,7 @@ def read_shape(config: Any, dtype: Any = None, int8: bool = False) -> Shape:
     from transformers.initialization import no_init_weights
 
     from medusa.base.context import context_length
+    from medusa.cpu.experts import have_usual_form
 
     text, name = config.get_text_config(), config.name_or_path or config.model_type
     dtype = dtype or config.dtype or text.dtype or torch.float32
@@ -90,6 +91,9 @@ def read_shape(config: Any, dtype: Any = None, int8: bool = False) -> Shape:
     matrices = {key: weight for key, weight in inside if weight.dim() >= 2 and weight not in tables}
     layers = sum(weight.numel() for weight in matrices.values())
     experts = sum(weight.numel() for key, weight in matrices.items() if ".experts." in key)
+    others = [one for key, one in model.named_modules() if key.endswith(".experts") and not have_usual_form(one)]
+    unrounded = sum(weight.numel() for one in others for weight in one.parameters(recurse=False)) if int8 else 0
+    rest = sum(weight.numel() for weight in model.parameters()) - layers - output.numel()
     total, active = _experts(text, name) if experts else (1, 1)
     widest = max(max(one.shape[-2:]) * (active if ".experts." in key else 1) for key, one in matrices.items())
     cached, scored = _attention(model, text, name)
@@ -102,9 +106,10 @@ def read_shape(config: Any, dtype: Any = None, int8: bool = False) -> Shape:
         context=context_length(text, name),
         layer_weights=layers,
         output_weights=output.numel(),
-        other_weights=sum(weight.numel() for weight in model.parameters()) - layers - output.numel(),
+        other_weights=rest,
         itemsize=dtype.itemsize,
         bits=8 if int8 else _bits(config, name) or 8 * dtype.itemsize,
+        held=unrounded and layers - unrounded + (unrounded + output.numel() + rest) * dtype.itemsize,
         expert_weights=experts,
         visited=active / total,
     )

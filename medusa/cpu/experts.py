@@ -103,14 +103,18 @@ def use_experts(model: nn.Module) -> int:
     return len(found)
 
 
-def are_usual(experts: Any) -> bool:
-    """Whether these are experts that the kernel knows."""
+def have_usual_form(experts: Any) -> bool:
+    """Whether these are experts that the kernel knows, wherever their weights are."""
     if getattr(type(experts), "_apply_gate", None) is not _default_apply_gate:
         return False
     plain = experts.has_gate and experts.is_concatenated and not any(getattr(experts, name, False) for name in UNKNOWN)
-    weights = (experts.gate_up_proj, experts.down_proj) if plain else ()
-    known = all(type(one) is nn.Parameter and reads(one) and one.is_contiguous() for one in weights)
-    return plain and known and _is_gelu(experts) is not None
+    return plain and _is_gelu(experts) is not None
+
+
+def are_usual(experts: Any) -> bool:
+    """Whether these are experts that the kernel knows and whose weights it reads."""
+    weights = (experts.gate_up_proj, experts.down_proj) if have_usual_form(experts) else ()
+    return bool(weights) and all(type(one) is nn.Parameter and reads(one) and one.is_contiguous() for one in weights)
 
 
 def _is_gelu(experts: Any) -> bool | None:

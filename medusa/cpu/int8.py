@@ -42,12 +42,14 @@ def round_linears(model: nn.Module, output: nn.Module | None = None) -> int:
     kept = {output, *(one for one in model.modules() if isinstance(one, nn.Linear) and one.out_features == 1)}
     count = replace_linears(model, lambda linear: linear if linear in kept else Int8Linear.of(linear))
     reordered = dict[int, Packed]()  # embeddings may share their weight with the output layer
-    for path, module in list(model.named_modules()):
+    found = [path for path, module in model.named_modules() if type(module) is PackedLinear or _are_experts(module)]
+    for path in found:  # by their paths: what is replaced does not stay in memory
+        module = model.get_submodule(path)
         if type(module) is PackedLinear:
             packed = reordered[id(module.packed)] = module.packed.reordered()
             model.set_submodule(path, Int8Linear(packed, module.bias))
             count += 1
-        elif isinstance(module, PackedExperts) or are_usual(module):
+        else:
             experts = module if isinstance(module, PackedExperts) else PackedExperts.of(module)
             model.set_submodule(path, experts.rounded())
             count += 1
@@ -57,3 +59,7 @@ def round_linears(model: nn.Module, output: nn.Module | None = None) -> int:
     if not count:
         raise ValueError(f"int8 rounds linear layers in {DTYPES} and there are none; leave int8 out")
     return count
+
+
+def _are_experts(module: nn.Module) -> bool:
+    return isinstance(module, PackedExperts) or are_usual(module)

@@ -23,6 +23,8 @@ DTYPE = torch.bfloat16
 """Dtype of expanded weights."""
 SLICE = 1 << 24
 """About how many weights are expanded at a time."""
+ROUNDED = 1 << 20
+"""About how many weights are rounded at a time, which takes a multiple of their memory."""
 
 
 class Form(NamedTuple):
@@ -129,12 +131,16 @@ class Packed:
     @classmethod
     def rounded(cls, weight: Tensor) -> "Packed":
         """LOSSY: round a weight [O, I] to 8 bits, each run by its largest number; inputs are padded to whole runs."""
-        runs = pad(weight.float(), (0, -weight.shape[1] % RUN)).unflatten(1, (-1, RUN))
-        factors = (runs.abs().amax(-1, keepdim=True) / 127).half()
-        scales = factors.float()
-        numbers = (runs / scales.where(scales > 0, 1)).round().clamp(-127, 127)
-        parts = Parts(3, _panels(factors), _panels(numbers.to(torch.int8)))
-        return replace(cls._of(parts, len(runs), runs.shape[1] * RUN), inputs=weight.shape[1])
+        parts = []
+        for some in weight.split(max(1, ROUNDED // weight.shape[1] // PANEL) * PANEL):
+            runs = pad(some.float(), (0, -weight.shape[1] % RUN)).unflatten(1, (-1, RUN))
+            factors = (runs.abs().amax(-1, keepdim=True) / 127).half()
+            scales = factors.float()
+            numbers = (runs / scales.where(scales > 0, 1)).round().clamp(-127, 127)
+            of_some = Parts(3, _panels(factors), _panels(numbers.to(torch.int8)))
+            parts.append(cls._of(of_some, len(runs), runs.shape[1] * RUN))
+        joined = torch.cat([part.parts for part in parts])
+        return replace(parts[0], parts=joined, outputs=len(weight), inputs=weight.shape[1])
 
     @property
     def for_dots(self) -> bool:

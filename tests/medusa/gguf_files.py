@@ -8,8 +8,8 @@ from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorPr
 
 SIZES = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16,
-    "num_key_value_heads": 2, "moe_intermediate_size": 768, "num_experts": 4, "num_experts_per_tok": 2,
-
+    "num_key_value_heads": 2, "moe_intermediate_size": 160, "shared_expert_intermediate_size": 32,
+    "num_experts": 4, "num_experts_per_tok": 2,
 }  # fmt: skip
 
 
@@ -83,6 +83,8 @@ def write_file(
             continue  # tied
         if "_exps" in name:
             name += ".weight"
+        if "gate_inp_shexp" in name:
+            weight = weight[0]
         if "gate_exps" in name or "up_exps" in name:
             weight = weight.chunk(2, 1)["up_exps" in name]
         numbers = weight.float().numpy() + 0.01 * np.float32(weight.dim() == 1)

@@ -18,6 +18,7 @@ from transformers import (
     GgufConfig,
     LlamaConfig,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3MoeConfig,
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -34,11 +35,14 @@ from medusa.serve.server import main
 from tests.medusa.gguf_files import SIZES, write_file
 from tests.medusa.gguf_hybrid import write_hybrid
 
-FAMILIES = {"llama": LlamaConfig, "qwen2": Qwen2Config, "gemma3": Gemma3TextConfig, "qwen3moe": Qwen3MoeConfig}
+FAMILIES = {"llama": LlamaConfig, "qwen2": Qwen2Config, "gemma3": Gemma3TextConfig}
+FAMILIES |= {"qwen2moe": Qwen2MoeConfig, "qwen3moe": Qwen3MoeConfig}
 
 
 def expanded(file, dtype=torch.bfloat16):
     how = {"dtype": dtype, "quantization_config": GgufConfig(dequantize=True)}
+    if any(one.name.endswith("_exps.weight") for one in gguf_tensors.stored_tensors(file)[1]):
+        how["config"] = gguf_convert.read_config(file)  # transformers does not read how wide experts are
     return AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, **how).to(torch.bfloat16)
 
 
@@ -79,6 +83,8 @@ def test_packed_experts_give_what_expanded_ones_do(tokenizer, tmp_path):
 
     file = write_file(tmp_path / "small.gguf", "qwen3moe", Qwen3MoeConfig, tokenizer, blocks=blocks)
     gguf_convert.convert(file, tmp_path / "base")
+    written = sum(len(path.read_bytes()) for path in (tmp_path / "base").glob(gguf.WEIGHTS))
+    assert gguf_convert.held_bytes(file) == pytest.approx(written, rel=0.1)
     packed, whole = (gguf.load(tmp_path / "base", torch.bfloat16, expand=expand) for expand in (False, True))
     experts = [layer.mlp.experts for layer in packed.model.layers]
     assert [type(one.gate_up).__name__ for one in experts] == ["Packed", "Parameter"]

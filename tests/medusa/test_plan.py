@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from medusa.budget.bound import CARDS, FREE, MULTIPLIES, READS, Card, free_nodes, step_work
 from medusa.budget.plan import KEPT_FREE, Limits, graph_bytes, make_plan, pass_bytes
 from medusa.budget.shape import read_shape
+from tests.medusa.test_conformance import config_of
 
 LLAMA_8B = {
     "model_type": "llama", "vocab_size": 128_256, "hidden_size": 4096, "intermediate_size": 14_336,
@@ -93,6 +94,20 @@ def test_quantised_layers_take_their_bits(quantised, bits):
     plain = 2 * (shape.output_weights + shape.other_weights)
     assert shape.weight_bytes == shape.layer_weights * bits // 8 + plain
     assert read_shape(config(), torch.bfloat16, int8=True).bits == 8
+
+
+def test_int8_leaves_experts_of_an_odd_kind_as_they_are():
+    usual, odd = (read_shape(config_of(family), torch.bfloat16, int8=True) for family in ("qwen3_moe", "gpt_oss"))
+    plain = read_shape(config_of("gpt_oss"), torch.bfloat16)
+    assert usual.held == 0
+    saved = plain.layer_weights - plain.expert_weights
+    assert odd.weight_bytes == pytest.approx(plain.weight_bytes - saved, rel=0.01)
+
+
+def test_packed_experts_are_read_as_far_as_they_are_visited():
+    shape = read_shape(config("mixtral"), torch.bfloat16)
+    held = replace(shape, held=(shape.layer_weights + shape.output_weights) * shape.itemsize)
+    assert step_work(held, 2, 100).weights == pytest.approx(step_work(shape, 2, 100).weights)
 
 
 @pytest.mark.parametrize(
