@@ -160,6 +160,9 @@ def shape_of(decoder: Any) -> dict[str, Any]:
     if not dim or epsilon is None:
         raise UnusualBlockError("its norms or heads are of another kind")
     offset, rounds_once = _formula(norm, epsilon)
+    gelu = {GATES[_activation(layer)] for layer in decoder.layers if mlp_of(layer) is not None}
+    if len(gelu) > 1:
+        raise UnusualBlockError("its MLPs have several activations")
     return {
         "hidden": config.hidden_size,
         "heads": config.num_attention_heads,
@@ -168,7 +171,7 @@ def shape_of(decoder: Any) -> dict[str, Any]:
         "epsilon": epsilon,
         "offset": offset,
         "rounds_once": rounds_once,
-        "gelu": GATES[_activation(layer)],
+        "gelu": True in gelu,
         "scaling": layer.self_attn.scaling,
         "softcap": float(getattr(layer.self_attn, "attn_logit_softcapping", None) or 0),
         "residual": float(getattr(layer, "residual_multiplier", 1.0)),
@@ -313,7 +316,7 @@ def _norm_names(layer: nn.Module) -> tuple[str | None, ...]:
 def _activation(layer: Any) -> str:
     mlp = mlp_of(layer)
     found = part_of(mlp, ("act_fn", "activation_fn", "activation"))
-    return "SiLU" if found is None and (mlp is None or hasattr(mlp, "w1")) else type(found).__name__
+    return "SiLU" if found is None and hasattr(mlp, "w1") else type(found).__name__
 
 
 def _epsilon(norm: Any) -> float | None:

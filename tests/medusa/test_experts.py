@@ -154,6 +154,18 @@ def test_other_routers_are_not_taken_for_a_softmax():
         assert routing_of(MixtureParts(other, None, None, None, None)) is None
 
 
+@pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh"])
+@torch.inference_mode()
+def test_mlps_beside_layers_of_experts_have_their_own_activation_and_size(activation):
+    torch.manual_seed(0)
+    options = {"mlp_only_layers": [1], "hidden_act": activation, "intermediate_size": 80, "initializer_range": 0.1}
+    model = AutoModelForCausalLM.from_config(config_of("qwen3_moe", **options)).eval()
+    fused, text = BaseModel(model, None, "qwen3_moe").with_fused_pass(), torch.tensor([[5, 6, 7, 8, 9]])
+    pool = fused.new_pool()
+    hidden = fused.run(pool, fused.plan([(Draft.chain(text), [CachedSequence(pool)])]))
+    torch.testing.assert_close(hidden, model.model(text).last_hidden_state[0], atol=2e-5, rtol=2e-5)
+
+
 @torch.inference_mode()
 def test_experts_are_chosen_with_a_bias_that_is_no_part_of_shares():
     base, _ = tiny("lfm2_moe", "exact")
