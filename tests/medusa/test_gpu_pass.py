@@ -9,10 +9,11 @@ from medusa import BaseModel, MedusaModel  # noqa: E402
 from medusa.base.usual_block import UnusualBlockError  # noqa: E402
 from medusa.loading.self_test import choose_decoding, fuse  # noqa: E402
 from tests.medusa import test_conformance  # noqa: E402
-from tests.medusa.test_conformance import RECURRENT, tiny  # noqa: E402
+from tests.medusa.test_conformance import RECURRENT, SINGLE, tiny  # noqa: E402
 from tests.medusa.test_native import rows_of  # noqa: E402
 
-FUSED = [family for family in test_conformance.FUSED if family not in RECURRENT]
+FUSED = [family for family in test_conformance.FUSED if family not in (*RECURRENT, *SINGLE)]
+"""Recurrent layers and experts are the CPU's."""
 GPU = torch.cuda.is_available()
 LENGTHS = (40, 3) if GPU else (3,)
 pytestmark = pytest.mark.skipif(not GPU and not triton.knobs.runtime.interpret, reason="there is no GPU")

@@ -1,5 +1,6 @@
 // The kernels without Python, for processors that only an emulator has and for sanitizers: numbers against sums in double
 // precision, and rows that must not depend on what stands beside them. Prints the flavour, then "ok".
+#include <array>
 #include <cstdio>
 #include <cstdlib>
 #include <numeric>
@@ -169,6 +170,55 @@ template <class T> static void check_attention(int64_t groups, int64_t dim, int6
     REQUIRE(!std::memcmp(beginning.data(), prompt.data(), 8 * row * sizeof(T)));
 }
 
+// Rows of a mixture, against sums in double precision, and each once more by itself.
+template <class T> static void check_experts(int64_t experts, int64_t top, int64_t hidden, int64_t inner) {
+    const int64_t rows = 21;
+    const auto gate_up = numbers<T>(experts * 2 * inner * hidden), down = numbers<T>(experts * hidden * inner), x = numbers<T>(rows * hidden);
+    const auto scores = numbers<T>(rows * experts);
+    const std::vector<float> bias = numbers<float>(experts);
+    Mixture mixture{};
+    mixture.gate_up = {gate_up.data(), nullptr, experts * 2 * inner, hidden}, mixture.down = {down.data(), nullptr, experts * hidden, inner};
+    mixture.experts = experts, mixture.top = top, mixture.scale = 1.5f, mixture.normalized = experts % 2;
+    mixture.sigmoid = top % 2, mixture.bias = top % 2 ? bias.data() : nullptr;
+    std::vector<int64_t> chosen(rows * top);
+    std::vector<float> shares(rows * top);
+    for (int64_t r = 0; r < rows; r++) choose(mixture, &scores[r * experts], &chosen[r * top], &shares[r * top]);
+    const auto run = [&](int64_t first, int64_t count, int threads) {
+        std::vector<T> out(count * hidden);
+        const Visits at{TYPE<T>, threads, count, mixture, &x[first * hidden], &chosen[first * top], &shares[first * top], out.data()};
+        REQUIRE(medusa_experts(&at) == DONE);
+        return out;
+    };
+    const auto all = run(0, rows, 2);
+    for (int64_t r = 0; r < rows; r++) {
+        const auto alone = run(r, 1, 1 + r % 3);
+        REQUIRE(!std::memcmp(alone.data(), &all[r * hidden], hidden * sizeof(T)));
+        std::vector<double> sums(hidden), sizes(hidden, 1);
+        double sum = 0;
+        for (int64_t k = r * top; k < (r + 1) * top; k++) {
+            for (int64_t other = r * top; other < k; other++) REQUIRE(chosen[other] != chosen[k]);
+            sum += shares[k];
+            for (int64_t i = 0; i < inner; i++) {
+                double both[2] = {};
+                for (int64_t up = 0; up < 2; up++)
+                    for (int64_t j = 0; j < hidden; j++)
+                        both[up] += double(widen(x[r * hidden + j])) * widen(gate_up[((chosen[k] * 2 + up) * inner + i) * hidden + j]);
+                const double gated = both[0] / (1 + std::exp(-both[0])) * both[1];
+                for (int64_t j = 0; j < hidden; j++) {
+                    const double product = shares[k] * gated * widen(down[(chosen[k] * hidden + j) * inner + i]);
+                    sums[j] += product, sizes[j] += std::abs(product);
+                }
+            }
+        }
+        REQUIRE(!mixture.normalized || std::abs(sum - mixture.scale) < 0.02);
+        for (int64_t j = 0; j < hidden; j++) REQUIRE(std::abs(widen(all[r * hidden + j]) - sums[j]) < (sizeof(T) == 2 ? 3 * PRECISE<T> : 1e-5) * sizes[j]);
+    }
+    chosen[0] = experts;
+    std::vector<T> out(hidden);
+    const Visits outside{TYPE<T>, 1, 1, mixture, x.data(), chosen.data(), shares.data(), out.data()};
+    REQUIRE(medusa_experts(&outside) == NO_SUCH_TOKEN);
+}
+
 static void check_functions() {
     for (double x = -87; x <= 0; x += 0.0137) REQUIRE(std::abs(exponential(float(x)) - std::exp(double(float(x)))) <= 3e-7 * std::exp(x));
     for (double x = 1e-30; x < 1e30; x *= 1.37) REQUIRE(std::abs(logarithm(splat(float(x)))[0] - std::log(double(float(x)))) <= 3e-7 * (1 + std::abs(std::log(x))));
@@ -273,6 +323,8 @@ int main() {
         check_linear<float>(outputs, in), check_linear<bf16>(outputs, in), check_linear<f16>(outputs, in);
     for (auto [outputs, in] : {std::pair{1, 32}, {37, 96}, {100, 576}})
         check_packed(outputs, in);
+    for (auto [experts, top, hidden, inner] : {std::array<int64_t, 4>{1, 1, 7, 5}, {5, 2, 40, 33}, {19, 3, 96, 64}})
+        check_experts<float>(experts, top, hidden, inner), check_experts<bf16>(experts, top, hidden, inner), check_experts<f16>(experts, top, hidden, inner);
     for (int64_t columns : {1, 7, 64, 5003}) check_losses<float>(columns), check_losses<bf16>(columns), check_losses<f16>(columns);
     for (int64_t groups : {1, 3})
         for (int64_t dim : {64, 40, 33})
