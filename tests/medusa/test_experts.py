@@ -167,6 +167,24 @@ def test_mlps_beside_layers_of_experts_have_their_own_activation_and_size(activa
 
 
 @torch.inference_mode()
+def test_threads_that_come_late_do_not_take_the_next_layer_s_experts():
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config_of("qwen3_moe", num_experts=60, num_hidden_layers=4)).eval()
+    fused, text = BaseModel(model, None, "qwen3_moe").with_fused_pass(), torch.randint(3, 60, (1, 40))
+
+    def hidden():
+        pool = fused.new_pool()
+        return fused.run(pool, fused.plan([(Draft.chain(text), [CachedSequence(pool)])]))
+
+    threads, expected = torch.get_num_threads(), hidden()
+    torch.set_num_threads(8)  # more than most machines have free
+    try:
+        assert all(torch.equal(hidden(), expected) for _ in range(400))
+    finally:
+        torch.set_num_threads(threads)
+
+
+@torch.inference_mode()
 def test_experts_are_chosen_with_a_bias_that_is_no_part_of_shares():
     base, _ = tiny("lfm2_moe", "exact")
     found = [parts for layer in base.decoder.layers if (parts := mixture_of(layer)) is not None]

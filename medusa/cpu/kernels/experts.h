@@ -63,10 +63,10 @@ template <class T, class W> class Experts {
     Buffer<T> middle, made;
 
     // What every group's expert makes of its rows, `outputs` numbers of each visit.
-    void meet(Member& member, const Linear& all, int64_t outputs, const typename W::number* rows, T* to) const {
+    void meet(Member& member, int64_t found, const Linear& all, int64_t outputs, const typename W::number* rows, T* to) const {
         const int64_t unit = together<W>(all), units = (outputs + unit - 1) / unit;
-        const int64_t parts = std::clamp<int64_t>(threads * PIECES / int64_t(groups.size()), 1, units);
-        member.share(groups.size() * parts, [&](int64_t piece) {
+        const int64_t parts = std::clamp<int64_t>(threads * PIECES / found, 1, units);
+        member.share(found * parts, [&](int64_t piece) {
             const Group& own = groups[piece / parts];
             const int64_t part = piece % parts, before = own.expert * outputs, begin = units * part / parts * unit;
             const int64_t end = std::min(outputs, units * (part + 1) / parts * unit);
@@ -128,10 +128,11 @@ template <class T, class W> class Experts {
         middle.resize(visits * 2 * at.inner() + LANES), made.resize(visits * at.hidden() + LANES);
     }
 
-    // out [rows, hidden] of rows [rows, hidden] that visit experts [rows, top] with these shares.
-    void operator()(const Mixture& at, const T* from, const int64_t* chosen, const float* shares, T* out, Member& member) {
+    // out [rows, hidden] of rows [rows, hidden] that visit experts [rows, top] with these shares. `found` gets the number of
+    // groups and must be another one for each layer: a thread that comes late may still read it when others are in the next.
+    void operator()(const Mixture& at, const T* from, const int64_t* chosen, const float* shares, T* out, int64_t& found, Member& member) {
         const int64_t hidden = at.hidden();
-        member.share(1, [&](int64_t) { find(chosen); });
+        member.share(1, [&](int64_t) { find(chosen), found = groups.size(); });
         member.share(visits, [&](int64_t v) {
             thread_local Buffer<float> row;
             grow(row, hidden + LANES);
@@ -139,9 +140,9 @@ template <class T, class W> class Experts {
             for_vectors(hidden, [&](int64_t i, int here) { put(wide(numbers + i, here), &row[i], here); });
             W::arrange(row.data(), hidden, &x[groups[group[v]].place * W::room(hidden)], W::room(hidden), arranged[v], 0);
         });
-        meet(member, at.gate_up, 2 * at.inner(), x.data(), middle.data());
+        meet(member, found, at.gate_up, 2 * at.inner(), x.data(), middle.data());
         member.share(visits, [&](int64_t v) { join(at, v); });
-        meet(member, at.down, hidden, gated.data(), made.data());
+        meet(member, found, at.down, hidden, gated.data(), made.data());
         member.share(rows, [&](int64_t r) { add(at, r, shares, out); });
     }
 };
@@ -159,8 +160,9 @@ template <class T, class W> static void mix(const Visits& at) {
     for (int64_t i = 0; i < at.rows * at.mixture.top; i++)
         if (at.chosen[i] < 0 || at.chosen[i] >= at.mixture.experts) throw std::out_of_range("expert");
     Experts<T, W> experts(at.mixture, at.rows, at.threads);
+    int64_t found = 0;
     Team(int(at.threads), experts.STAGES).run([&](Team::Member& member) {
         const typename W::Thread equipped;
-        experts(at.mixture, (const T*)at.x, at.chosen, at.shares, (T*)at.out, member);
+        experts(at.mixture, (const T*)at.x, at.chosen, at.shares, (T*)at.out, found, member);
     });
 }

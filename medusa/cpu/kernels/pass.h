@@ -72,7 +72,7 @@ template <class T, class W> class Run {  // W: how its weights are met
     std::unique_ptr<Experts<T, W>> experts;
     Buffer<T> read, scores, mixed;  // what experts read and make, and the router's scores with the gate's
     Buffer<number<T>> routed;       // what the router reads
-    std::vector<int64_t> chosen;
+    std::vector<int64_t> chosen, found;  // found: of each layer, see Experts
     Buffer<float> shares;
     typedef Team::Member Member;
 
@@ -314,7 +314,7 @@ template <class T, class W> class Run {  // W: how its weights are met
             if (here.gate.outputs && end == here.experts) Plain<T>::linear(here.gate, routed.data(), rows, scores.data() + here.experts, scored, 0, 1);
         });
         member.share(rows, [&](int64_t r) { choose(here, &scores[r * scored], &chosen[r * here.top], &shares[r * here.top]); });
-        (*experts)(here, read.data(), chosen.data(), shares.data(), mixed.data(), member);
+        (*experts)(here, read.data(), chosen.data(), shares.data(), mixed.data(), found[&block - at.blocks], member);
     }
 
     // What a row gets from its experts, and from the one that all rows visit, times the sigmoid of its gate.
@@ -365,7 +365,7 @@ template <class T, class W> class Run {  // W: how its weights are met
     void room_for_experts(const Mixture& here) {
         experts = std::make_unique<Experts<T, W>>(here, rows, at.threads);
         read.resize(rows * at.hidden + LANES), mixed.resize(rows * at.hidden + LANES), scores.resize(rows * (here.experts + 1) + LANES);
-        routed.resize(rows * Plain<T>::room(at.hidden)), chosen.resize(rows * here.top), shares.resize(rows * here.top);
+        routed.resize(rows * Plain<T>::room(at.hidden)), chosen.resize(rows * here.top), found.resize(at.layers), shares.resize(rows * here.top);
     }
 
   public:
