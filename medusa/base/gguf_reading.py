@@ -6,7 +6,7 @@ and keys, norms plus 1).
 
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -77,7 +77,7 @@ class Reading:
         Raises:
             ValueError: A tensor has another shape, or a type that cannot be expanded.
         """
-        wanted, made, parts = tensors_of(self.outline), dict[str, Tensor](), defaultdict[str, list[Stored]](list)
+        wanted, parts = tensors_of(self.outline), defaultdict[str, list[Stored]](list)
         others = {one.name: name for one in self._stored if (name := self.name(one)) not in wanted}
         # The former are in the config, the latter are not the decoder's.
         if left_out := [
@@ -91,28 +91,32 @@ class Reading:
             if name not in wanted:
                 continue
             parts[name].append(stored)
-            if self._changes is None:
-                self._process(stored, made)
             if len(parts[name]) < whole[name]:
                 continue  # half of a tensor: an experts' gate without its up projection
-            if self._changes:
-                numbers = {one.name: torch.from_numpy(one.numbers()) for one in parts[name]}
-                made[name] = self._changes.values(numbers)
-            if made[name].shape != wanted[name].shape:
-                shapes = [tuple(one.shape) for one in (made[name], wanted[name])]
-                raise ValueError(f"tensor {stored.name} has the shape {shapes[0]}, and the model's is {shapes[1]}")
             if self._changes and len(stored.shape) == 2:
                 parts[name] = [replace(stored, order=self._changes.rows(stored.name, stored.shape))]
-            yield name, made.pop(name).to(DTYPE), parts.pop(name)
+            yield name, self._made(name, parts[name], wanted[name].shape), parts.pop(name)
 
-    def _process(self, stored: Stored, made: dict[str, Tensor]) -> None:
-        """Process one of the file's tensors in float32, and add the result to ``made``."""
-        parameters = {"tensors": made}
-        done = self._processor.process(
-            stored.numbers(), stored.name, tensor_key_mapping=self._names, parsed_parameters=parameters
-        )
-        if done.name in self._names:
-            made[self._names[done.name]] = torch.from_numpy(np.require(done.weights, requirements=["C", "W"]))
+    def _made(self, name: str, parts: Sequence[Stored], shape: torch.Size) -> Tensor:
+        """One of the model's tensors, from the file's tensors that it is made of."""
+        values = self._values(name, parts)
+        if values.shape != shape:
+            shapes = tuple(values.shape), tuple(shape)
+            raise ValueError(f"tensor {parts[-1].name} has the shape {shapes[0]}, and the model's is {shapes[1]}")
+        return values.to(DTYPE)
+
+    def _values(self, name: str, parts: Sequence[Stored]) -> Tensor:
+        """The same in float32, of any shape."""
+        if self._changes:
+            return self._changes.values({one.name: torch.from_numpy(one.numbers()) for one in parts})
+        made = dict[str, Tensor]()
+        for one in parts:
+            done = self._processor.process(
+                one.numbers(), one.name, tensor_key_mapping=self._names, parsed_parameters={"tensors": made}
+            )
+            if done.name in self._names:
+                made[self._names[done.name]] = torch.from_numpy(np.require(done.weights, requirements=["C", "W"]))
+        return made[name]
 
     def whole(self) -> PreTrainedModel:
         """Load the whole model into memory.

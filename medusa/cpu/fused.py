@@ -155,14 +155,8 @@ class FusedPass:
         if mlp and (mlp[0].outputs, mlp[-1].inputs) != (inner, inner):
             raise UnusualBlockError("its MLPs are of several sizes")
         linears = [*heads, _whole(output), *mlp]
-        own = [one.weight for one in linears if not self._int8]
         others = () if mixer is None else (mixer.filter, mixer.norm)
-        plain = [*own, *(one.bias for one in linears), *norms, *others]
-        dtypes = {DTYPE if isinstance(one, Packed) else one.dtype for one in plain if one is not None}
-        if dtypes != {self._dtype}:
-            raise UnusualBlockError("its weights are of several dtypes")
-        if any((isinstance(one.weight, Packed) and one.weight.for_dots) != self._int8 for one in linears):
-            raise UnusualBlockError("some of its weights are rounded to 8 bits and others are not")
+        self._check([one.weight for one in linears], [*(one.bias for one in linears), *norms, *others])
         tensors = [*(tensor for one in linears for tensor in one.tensors), *norms]
         self._keep(tensors)
         pointers = [None if norm is None else norm.data_ptr() for norm in norms]
@@ -189,17 +183,13 @@ class FusedPass:
             if not are_usual(experts):
                 raise UnusualBlockError(f"its experts are {type(experts).__name__}")
             experts = PackedExperts.of(experts)
-        gate = None if parts.gate is None else _whole(parts.gate)
-        choosing = [parts.router.weight, *([] if gate is None else [gate.weight])]
-        if any(isinstance(one, Packed) for one in choosing):
-            raise UnusualBlockError("what chooses among its experts is packed")
-        weights, bias = [experts.gate_up, experts.down], None if parts.bias is None else parts.bias.float()
-        plain = choosing if self._int8 else [*choosing, *weights]
-        if {DTYPE if isinstance(one, Packed) else one.dtype for one in plain} != {self._dtype}:
-            raise UnusualBlockError("its experts are of several dtypes")
-        if any((isinstance(one, Packed) and one.for_dots) != self._int8 for one in weights):
-            raise UnusualBlockError("some of its experts are rounded to 8 bits and others are not")
-        self._keep([bias, *(one.parts if isinstance(one, Packed) else one for one in [*choosing, *weights])])
+        gate, bias = (
+            None if parts.gate is None else _whole(parts.gate),
+            None if parts.bias is None else parts.bias.float(),
+        )
+        weights, plain = [experts.gate_up, experts.down], [parts.router.weight, *(gate.tensors if gate else ())]
+        self._check(weights, plain)
+        self._keep([bias, *plain, *(one.parts if isinstance(one, Packed) else one for one in weights)])
         struct = experts.struct
         struct.router, struct.top = LinearStruct.of(parts.router.weight), parts.router.top_k
         struct.gate = LinearStruct() if gate is None else gate.struct
@@ -222,6 +212,15 @@ class FusedPass:
             if (head.outputs, head.inputs) != (size, shape["hidden"]):
                 raise UnusualBlockError("its heads are not those of the other layers")
         return heads, output
+
+    def _check(self, weights: Sequence[Tensor | Packed], others: Sequence[Tensor | None]) -> None:
+        """Check that weights are rounded to 8 bits all or not at all, and that the rest is of the pass's dtype."""
+        plain = others if self._int8 else [*weights, *others]
+        dtypes = {DTYPE if isinstance(one, Packed) else one.dtype for one in plain if one is not None}
+        if dtypes != {self._dtype}:
+            raise UnusualBlockError("its weights are of several dtypes")
+        if any((isinstance(one, Packed) and one.for_dots) != self._int8 for one in weights):
+            raise UnusualBlockError("some of its weights are rounded to 8 bits and others are not")
 
     def _keep(self, tensors: Sequence[Tensor | None]) -> None:
         """Keep the memory of these tensors alive, even if the module moves."""

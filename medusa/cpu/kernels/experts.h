@@ -136,8 +136,7 @@ template <class T, class W> class Experts {
         member.share(visits, [&](int64_t v) {
             thread_local Buffer<float> row;
             grow(row, hidden + LANES);
-            const T* numbers = from + visit[v] / top * hidden;
-            for_vectors(hidden, [&](int64_t i, int here) { put(wide(numbers + i, here), &row[i], here); });
+            copied(from + visit[v] / top * hidden, hidden, row.data());
             W::arrange(row.data(), hidden, &x[groups[group[v]].place * W::room(hidden)], W::room(hidden), arranged[v], 0);
         });
         meet(member, found, at.gate_up, 2 * at.inner(), x.data(), middle.data());

@@ -83,7 +83,7 @@ static void whole_linear(int threads, const Linear& layer, int64_t rows, const T
         const typename W::Thread equipped;
         std::vector<float> row(in);
         member.share(rows, [&](int64_t r) {
-            for (int64_t i = 0; i < in; i += LANES) put(wide(x + r * in + i, int(in - i)), &row[i], int(in - i));
+            copied(x + r * in, in, row.data());
             W::arrange(row.data(), in, from.data(), wide_in, r, 0);
         });
         member.share(layer.outputs, W::OUTPUTS, [&](int64_t first, int64_t last) {

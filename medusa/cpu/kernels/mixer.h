@@ -62,7 +62,7 @@ template <class T> struct Mixing {
         if (at.kind == DELTA_RULE) {
             for (int64_t i = 0; i < all_keys; i += at.keys)
                 unit(&mixed[i], 1 / std::sqrt(float(at.keys)), query + i), unit(&mixed[all_keys + i], 1, key + i);
-            widened(mixed.data() + 2 * all_keys, outputs(), memory.value + r * outputs());
+            copied(mixed.data() + 2 * all_keys, outputs(), memory.value + r * outputs());
             for_vectors(at.heads, [&](int64_t h, int here) {
                 vf open[1] = {splat(1.f)}, gate[1] = {wide(rates_of(r) + h, here)};
                 times_sigmoid<T>(open, gate);
@@ -71,7 +71,7 @@ template <class T> struct Mixing {
             for (int64_t h = 0; h < at.heads; h++)
                 memory.decay[r * at.heads + h] = at.slopes[h] * softplus(widen(decays_of(r)[h]) + at.steps[h]);
         } else {
-            widened(&mixed[outputs()], all_keys, key), widened(&mixed[outputs() + all_keys], all_keys, query);
+            copied(&mixed[outputs()], all_keys, key), copied(&mixed[outputs() + all_keys], all_keys, query);
             for (int64_t h = 0; h < at.heads; h++) {
                 const float x = narrowed(widen(decays_of(r)[h]) + at.steps[h]);
                 const float step = narrowed(std::clamp(narrowed(softplus(x)), at.least, at.most));
@@ -115,10 +115,6 @@ template <class T> struct Mixing {
 
     template <class To> void product(const T* x, const T* y, To* to) const {
         for_vectors(channels(), [&](int64_t c, int here) { put(rounded(wide(x + c, here) * wide(y + c, here), T()), to + c, here); });
-    }
-
-    static void widened(const T* from, int64_t count, float* to) {
-        for_vectors(count, [&](int64_t i, int here) { put(wide(from + i, here), to + i, here); });
     }
 
     static void scaled(const T* from, float factor, float* to, int64_t count) {

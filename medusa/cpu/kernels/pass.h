@@ -94,9 +94,6 @@ template <class T, class W> class Run {  // W: how its weights are met
         });
     }
     const T* embedding(int64_t r, Buffer<T>& room) const { return row_of(at.embeddings, at.tokens[r], room, at.multiplier); }
-    static void copied(const T* from, int64_t count, float* to) {
-        for_vectors(count, [&](int64_t i, int here) { put(wide(from + i, here), to + i, here); });
-    }
 
     // What gives a thread the rows that a linear layer reads, arranged; row(r, to) gives their numbers. Many are arranged
     // by all threads, few by each thread for itself when it takes its first piece. Several go together: by itself, a row
@@ -318,13 +315,13 @@ template <class T, class W> class Run {  // W: how its weights are met
     }
 
     // What a row gets from its experts, and from the one that all rows visit, times the sigmoid of its gate.
-    void add_mixed(const Mixture& here, bool shared, int64_t r) {
+    void add_mixed(const Mixture& here, int64_t r) {
         vf open[1] = {splat(1.f)}, gate[1] = {splat(widen(scores[r * (here.experts + 1) + here.experts]))};
         if (here.gate.outputs) times_sigmoid<T>(open, gate);
         const Sum<T> sums{&stream[r * at.hidden], at.residual};
         for_vectors(at.hidden, [&](int64_t i, int count) {
             vf all = wide(&mixed[r * at.hidden + i], count);
-            if (shared) all = rounded(all + rounded(wide(&projected[r * at.hidden + i], count) * open[0], T()), T());
+            if (here.gate.outputs) all = rounded(all + rounded(wide(&projected[r * at.hidden + i], count) * open[0], T()), T());
             put(all, sums + i, count);
         });
     }
@@ -352,7 +349,7 @@ template <class T, class W> class Run {  // W: how its weights are met
                 else add(block.down, block.mlp_after, gates, first, count, member);
             }
         }
-        if (block.mixture) member.share(rows, [&](int64_t r) { add_mixed(*block.mixture, block.down.outputs, r); });
+        if (block.mixture) member.share(rows, [&](int64_t r) { add_mixed(*block.mixture, r); });
         if (block.tap) member.share(rows, [&](int64_t r) { hand_over(&stream[r * at.hidden], r, block.tap); });
     }
 

@@ -188,6 +188,10 @@ template <class Use> static inline void for_vectors(int64_t count, Use use) {
     for (; i + LANES <= count; i += LANES) use(i, LANES);
     if (i < count) use(i, int(count - i));
 }
+// Numbers as floats.
+template <class T> static inline void copied(const T* from, int64_t count, float* to) {
+    for_vectors(count, [&](int64_t i, int here) { put(wide(from + i, here), to + i, here); });
+}
 // Calls use(i, how many vectors there, how many numbers in each).
 template <class Use> static inline void for_abreast(int64_t count, Use use) {
     int64_t i = 0;
