@@ -197,7 +197,7 @@ def _pack_rows(expanded: Tensor, blocks: Tensor, rows: Tensor, kind: str) -> Pac
         if not torch.equal(packed.expand(), wanted):
             return None
         parts.append(packed)
-    return replace(parts[0], parts=torch.cat([part.parts for part in parts]), outputs=len(expanded))
+    return replace(parts[0], parts=torch.cat([part.parts for part in parts]), outputs=len(expanded)).for_here()
 
 
 def _orders(outputs: int, config: PretrainedConfig) -> Iterator[Tensor]:

@@ -51,14 +51,16 @@ class PackedExperts(nn.Module):
         down: [E * D, I] down projections.
         experts: E.
         gelu: Gates are GELU, not SiLU.
-        dtype: Dtype of rows and outputs; only weights for dots have others than bfloat16.
+        dtype: Dtype of rows and outputs; others than bfloat16 only if rows are rounded or weights plain.
     """
 
     def __init__(
         self, gate_up: Tensor | Packed, down: Tensor | Packed, experts: int, gelu: bool, dtype: torch.dtype = DTYPE
     ) -> None:
         super().__init__()
-        self.gate_up, self.down = (one if isinstance(one, Packed) else _frozen(one) for one in (gate_up, down))
+        self.gate_up, self.down = (
+            one.for_here(one.int8) if isinstance(one, Packed) else _frozen(one) for one in (gate_up, down)
+        )
         self.experts, self.gelu, self.dtype = experts, gelu, dtype
 
     @classmethod
@@ -72,7 +74,7 @@ class PackedExperts(nn.Module):
     def rounded(self) -> "PackedExperts":
         """LOSSY: the same experts in 8 bits, see ``medusa.cpu.int8``."""
         weights = [one if isinstance(one, Packed) else Packed.rounded(one) for one in (self.gate_up, self.down)]
-        gate_up, down = (one.reordered() for one in weights)
+        gate_up, down = (one.for_here(int8=True) for one in weights)
         return PackedExperts(gate_up, down, self.experts, self.gelu, self.dtype)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

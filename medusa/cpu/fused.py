@@ -219,7 +219,7 @@ class FusedPass:
         dtypes = {DTYPE if isinstance(one, Packed) else one.dtype for one in plain if one is not None}
         if dtypes != {self._dtype}:
             raise UnusualBlockError("its weights are of several dtypes")
-        if any((isinstance(one, Packed) and one.for_dots) != self._int8 for one in weights):
+        if any((isinstance(one, Packed) and one.int8) != self._int8 for one in weights):
             raise UnusualBlockError("some of its weights are rounded to 8 bits and others are not")
 
     def _keep(self, tensors: Sequence[Tensor | None]) -> None:

@@ -16,13 +16,13 @@ from medusa.cpu.packed import Packed, PackedEmbedding, PackedLinear
 
 
 class Int8Linear(PackedLinear):
-    """A frozen linear layer whose inputs are rounded to 8 bits; its weight is packed in the order of dot products."""
+    """A frozen linear layer whose inputs are rounded to 8 bits; its weight is packed."""
 
     @classmethod
     def of(cls, linear: nn.Linear) -> "Int8Linear":
         """The layer with a plain layer's weights, rounded to 8 bits."""
         bias: Tensor | None = linear.bias
-        return cls(Packed.rounded(linear.weight.detach()).reordered(), bias, linear.weight.dtype)
+        return cls(Packed.rounded(linear.weight.detach()).for_here(int8=True), bias, linear.weight.dtype)
 
 
 def round_linears(model: nn.Module, output: nn.Module | None = None) -> int:
@@ -46,7 +46,7 @@ def round_linears(model: nn.Module, output: nn.Module | None = None) -> int:
     for path in found:  # by their paths: what is replaced does not stay in memory
         module = model.get_submodule(path)
         if type(module) is PackedLinear:
-            packed = reordered[id(module.packed)] = module.packed.reordered()
+            packed = reordered[id(module.packed)] = module.packed.for_here(int8=True)
             model.set_submodule(path, Int8Linear(packed, module.bias))
             count += 1
         else:

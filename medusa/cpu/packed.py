@@ -1,7 +1,8 @@
 """Linear layers whose weights stay packed as in their files: a quarter or half of the bytes of bfloat16.
 
-This is lossless: the kernel expands each weight to the same bfloat16 value that an expanded model has, and sums are
-equal bit by bit (kernels/weights.h).
+This is lossless. With a matrix unit (AMX) each weight is expanded to the bfloat16 value that an expanded model has, and
+sums are equal bit by bit (kernels/tiles.h). Other processors do not round weights at all: their sums are those of the
+file's integers and scales in float32 (kernels/packed.h). A row's result does not depend on other rows either way.
 
 Legend: O outputs, I inputs, P panels of 16 outputs, K runs of 32 inputs, B blocks of runs, F factors, C codes.
 """
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from medusa.cpu.gguf_types import KINDS, Parts
-from medusa.cpu.native import LinearKernel, LinearStruct, available, kernels
+from medusa.cpu.native import LinearKernel, LinearStruct, available, has_tiles, kernels
 
 PANEL, RUN = 16, 32
 """Outputs of a panel, and inputs that share a scale; as in kernels/weights.h."""
@@ -48,8 +49,11 @@ FORMS = {
     8: Form(torch.float32, 1, torch.int8, 0, 8),
 }
 """Layouts by ``Packing`` of kernels/weights.h."""
-FOR_DOTS = 8
-"""Added to a packing whose integers are in the order of dot products in 8 bits (kernels/int8.h)."""
+FOR_TILES, IN_LANES, ROUNDED_ROWS = 0, 8, 16
+"""Added to a packing: the order of its integers for a matrix unit, or for vectors of outputs; in the last case rows are
+rounded too (kernels/int8.h)."""
+BYTE = [0, 2, 1, 3]
+"""Place of each of four inputs in this second order."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +62,7 @@ class Packed:
 
     Attributes:
         parts: uint8 [P, bytes] panels in the layout of kernels/weights.h.
-        packing: Their layout: a key of ``FORMS``, or one plus ``FOR_DOTS``.
+        packing: Their layout: a key of ``FORMS`` plus ``FOR_TILES``, ``IN_LANES`` or ``ROUNDED_ROWS``.
         outputs: O, number of outputs; the rest of the last panel is 0.
         inputs: I, number of inputs; the rest of the last run is 0.
         runs: Runs of a block, a power of two; they share its factors.
@@ -143,15 +147,30 @@ class Packed:
         return replace(parts[0], parts=joined, outputs=len(weight), inputs=weight.shape[1])
 
     @property
-    def for_dots(self) -> bool:
-        """Whether integers are in the order of ``FOR_DOTS``."""
-        return self.packing > FOR_DOTS
+    def kind(self) -> int:
+        """The key of ``FORMS``."""
+        return (self.packing - 1) % IN_LANES + 1
 
-    def reordered(self) -> "Packed":
-        """The same weight, its integers in the other order."""
-        parts = self.parts.clone()
-        kernels().medusa_reorder(torch.get_num_threads(), self.struct(), parts.data_ptr())
-        return replace(self, parts=parts, packing=self.packing + (-FOR_DOTS if self.for_dots else FOR_DOTS))
+    @property
+    def int8(self) -> bool:
+        """LOSSY: whether rows that meet it are rounded to 8 bits."""
+        return self.packing > ROUNDED_ROWS
+
+    def ordered(self, order: int) -> "Packed":
+        """The same weight in another order; itself if that is its own."""
+        parts = self.parts
+        if self.packing == self.kind + order:
+            return self
+        if (self.packing > IN_LANES) != (order > 0):
+            parts = parts.clone()
+            kernels().medusa_reorder(torch.get_num_threads(), self.struct(), parts.data_ptr())
+        return replace(self, parts=parts, packing=self.kind + order)
+
+    def for_here(self, int8: bool = False) -> "Packed":
+        """The same weight in the order that this processor reads, rounding rows or not."""
+        if int8:
+            return self.ordered(ROUNDED_ROWS)
+        return self.ordered(FOR_TILES if has_tiles() or not available() else IN_LANES)
 
     def expand(self) -> Tensor:
         """Expand to bfloat16 [O, I], the weight of a model that is expanded when it is loaded."""
@@ -180,10 +199,7 @@ class Packed:
 
     def _expand(self, parts: Tensor) -> Tensor:
         """Expand panels to bfloat16 [16 P, I]."""
-        if self.for_dots:
-            ordered = replace(self, parts=parts, outputs=len(parts) * PANEL).reordered()
-            return ordered._expand(ordered.parts)
-        form, panels, runs = FORMS[self.packing], len(parts), -(-self.inputs // RUN)
+        form, panels, runs = FORMS[self.kind], len(parts), -(-self.inputs // RUN)
         blocks, found, at = parts.view(panels, runs // self.runs, -1), [], 0
         for kind, count, rows in ((form.factor, form.factors, 1), (form.code, form.codes, self.runs)):
             size = rows * count * PANEL * kind.itemsize
@@ -198,15 +214,11 @@ class Packed:
             sign = 1 if form.bits == 8 else -1
             values = factors[:, :, 0] * codes[:, :, 0], sign * (factors[:, :, -1] * codes[:, :, 1])
         rest = blocks[..., at:].reshape(panels, runs, -1)
+        whole = (_in_lanes if self.packing > IN_LANES else _for_tiles)(rest, form.bits)
         if form.bits == 8:
-            halves = rest.view(torch.int8).view(panels, runs, PANEL, 2, RUN // 2)
+            halves = whole.unflatten(-1, (2, RUN // 2))
             numbers = (halves.float() * torch.stack(values, -1)[..., None]).flatten(3)
         else:
-            words = rest[..., : PANEL * RUN // 2].contiguous().view(torch.int16).unflatten(-1, (PANEL // 4, 1, RUN))
-            whole = (words >> 4 * torch.arange(4)[:, None] & 15).flatten(2, 3)
-            if form.bits == 5:
-                fifth = rest[..., PANEL * RUN // 2 :].contiguous().view(torch.int32)[..., None]
-                whole = whole | (fifth >> torch.arange(RUN) & 1) << 4
             numbers = whole.float() * values[0][..., None] + values[1][..., None]
         weight: Tensor = numbers.to(DTYPE).transpose(1, 2).reshape(panels * PANEL, runs * RUN)
         return weight[:, : self.inputs]
@@ -227,13 +239,13 @@ class PackedLinear(nn.Module):
     Args:
         packed: The weight; its tensor must not move.
         bias: [O], or None.
-        dtype: Dtype of rows, of outputs and of the bias; only weights for dots have others than bfloat16.
+        dtype: Dtype of rows, of outputs and of the bias; others than bfloat16 only if rows are rounded.
     """
 
     def __init__(self, packed: Packed, bias: Tensor | None = None, dtype: torch.dtype = DTYPE) -> None:
         super().__init__()
-        self.packed, self.bias = packed, bias
-        self.in_features, self.out_features = packed.inputs, packed.outputs
+        self.packed = packed = packed.for_here(packed.int8)
+        self.bias, self.in_features, self.out_features = bias, packed.inputs, packed.outputs
         self.kernel = LinearKernel(packed.struct(bias), dtype, [packed.parts, bias])
 
     @property
@@ -256,7 +268,7 @@ class PackedEmbedding(nn.Module):
 
     def __init__(self, packed: Packed, scale: Tensor | None = None) -> None:
         super().__init__()
-        self.packed, self.scale = packed, scale
+        self.packed, self.scale = packed.for_here(packed.int8), scale
 
     @property
     def weight(self) -> Tensor:
@@ -267,6 +279,34 @@ class PackedEmbedding(nn.Module):
         """Embeddings, bfloat16 [..., D], of token ids [...]."""
         rows = self.packed.rows(tokens)
         return rows if self.scale is None else rows * self.scale
+
+
+def _for_tiles(runs: Tensor, bits: int) -> Tensor:
+    """Integers [P, K, 16, 32] of runs, uint8 [P, K, bytes]: four outputs share a word."""
+    whole: Tensor
+    if bits == 8:
+        whole = runs.view(torch.int8).unflatten(-1, (PANEL, RUN))
+        return whole
+    words = runs[..., : PANEL * RUN // 2].contiguous().view(torch.int16).unflatten(-1, (PANEL // 4, 1, RUN))
+    whole = (words >> 4 * torch.arange(4)[:, None] & 15).flatten(2, 3)
+    if bits == 5:
+        fifth = runs[..., PANEL * RUN // 2 :].contiguous().view(torch.int32)[..., None]
+        whole = whole | (fifth >> torch.arange(RUN) & 1) << 4
+    return whole
+
+
+def _in_lanes(runs: Tensor, bits: int) -> Tensor:
+    """The same of the other order: four inputs of an output stand side by side, then those of the next output."""
+    if bits == 8:
+        fours = runs.view(torch.int8).unflatten(-1, (RUN // 4, PANEL, 4))
+    else:
+        pairs = runs[..., : PANEL * RUN // 2].unflatten(-1, (RUN // 8, PANEL, 4))
+        fours = torch.cat([pairs & 15, pairs >> 4], 2)
+    if bits == 5:
+        fifth = runs[..., PANEL * RUN // 2 :].unflatten(-1, (1, PANEL, 4))
+        fours = fours | (fifth >> torch.arange(RUN // 4, dtype=torch.uint8)[:, None, None] & 1) << 4
+    integers: Tensor = fours[..., BYTE].transpose(2, 3).flatten(3)
+    return integers
 
 
 def packed_weights(model: nn.Module) -> list[Packed]:

@@ -44,8 +44,8 @@ class RecurrentHeads(DraftHeads):
         if self.draft_ids is not None:
             weight = weight.rows(ids) if isinstance(weight, Packed) else weight[ids]
             bias = None if bias is None else bias[ids]
-        elif isinstance(weight, Packed) and weight.for_dots:
-            weight = weight.reordered()  # states of heads are not rounded
+        elif isinstance(weight, Packed):
+            weight = weight.for_here()  # states of heads are not rounded
         self.native = RecurrentWeights(self.blocks, fusion, ends._replace(weight=weight, bias=bias), ids)
 
     def forward(self, hidden_MF: Tensor, path_MK: Tensor, vocabulary: Vocabulary, *_: Tensor | None) -> Tensor:

@@ -7,7 +7,7 @@ from torch import nn
 from medusa import BaseModel, MedusaModel
 from medusa.cpu.int8 import Int8Linear, round_linears
 from medusa.cpu.native import available
-from medusa.cpu.packed import RUN, Packed
+from medusa.cpu.packed import FOR_TILES, RUN, Packed
 from medusa.loading.self_test import choose_decoding, fuse
 
 pytestmark = pytest.mark.skipif(not available(), reason="no int8 kernels on this machine")
@@ -73,9 +73,9 @@ def test_both_orders_hold_the_rounded_weights(shape):
     torch.manual_seed(0)
     weight = torch.randn(shape)
     packed = Packed.rounded(weight)
-    dots = packed.reordered()
-    assert (packed.for_dots, dots.for_dots) == (False, True)
-    assert torch.equal(dots.reordered().parts, packed.parts)
+    dots = packed.for_here(int8=True)
+    assert (packed.int8, dots.int8) == (False, True)
+    assert torch.equal(dots.ordered(FOR_TILES).parts, packed.parts)
     assert torch.equal(dots.expand(), packed.expand())
     assert (packed.expand().float() - weight).abs().max() < 0.02
     tokens = torch.randint(shape[0], (3, 2))

@@ -1,4 +1,4 @@
-"""GGUF files as bases: weights stay packed, and every number is that of the expanded base."""
+"""GGUF files as bases: weights stay packed, and the numbers are those of the file."""
 
 import logging
 from dataclasses import replace
@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType, dequantize, quantize
-from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, LlamaConfig
 
 from medusa import BaseModel, HeadsConfig, MedusaModel, build_heads
@@ -18,8 +17,8 @@ from medusa.budget.plan import in_words
 from medusa.budget.shape import read_shape
 from medusa.cpu.gguf_types import KINDS
 from medusa.cpu.int8 import Int8Linear
-from medusa.cpu.native import NativeLinear, available, expands_quickly, use_kernels
-from medusa.cpu.packed import Packed, PackedEmbedding, PackedLinear
+from medusa.cpu.native import NativeLinear, available, expands_quickly, has_tiles, use_kernels
+from medusa.cpu.packed import FOR_TILES, IN_LANES, Packed, PackedEmbedding, PackedLinear
 from medusa.drafters.heads import Floors, HeadsDrafter
 from medusa.loading.dtype import faster_dtype
 from medusa.loading.self_test import choose_decoding, fuse
@@ -27,6 +26,7 @@ from medusa.sampling import SamplingParams, Speculation
 from medusa.serve.model_options import describe
 from medusa.serve.server import main
 from tests.medusa.gguf_files import write_file
+from tests.medusa.packed_sums import check_sums, same
 from tests.medusa.states import decode_state
 
 pytestmark = pytest.mark.skipif(not available(), reason="no C++ kernels on this machine")
@@ -56,28 +56,20 @@ def quantised(kind, outputs, inputs):
     return blocks, dequantize(blocks, GGMLQuantizationType[kind])
 
 
-def check_sums(packed, weight):
-    """A packed layer computes what a plain one does."""
-    bias = torch.randn(len(weight)).bfloat16()
-    plain = nn.Linear(weight.shape[1], len(weight), dtype=torch.bfloat16).requires_grad_(False)
-    plain.weight.copy_(weight)
-    plain.bias.copy_(bias)
-    ours, theirs = PackedLinear(packed, bias), NativeLinear(plain)
-    for rows in (0, 1, 2, 3, 4, 5, 7, 8, 9, 16, 17, 40, 200):
-        x = torch.randn(rows, weight.shape[1]).bfloat16()
-        assert torch.equal(ours(x), theirs(x))
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", [(96, 512), (37, 256), (1, 768), (200, 1024)])
 def test_numbers_and_sums_are_those_of_expanded_weights(kind, shape, monkeypatch):
     monkeypatch.setattr("medusa.cpu.packed.SLICE", 20_000)
     blocks, weight = (torch.from_numpy(one) for one in quantised(kind, *shape))
-    packed, weight = Packed.of(blocks, kind), weight.bfloat16()
-    assert torch.equal(packed.expand(), weight)
+    packed, rounded = Packed.of(blocks, kind), weight.bfloat16()
     some = torch.randint(shape[0], (3, 50))
-    assert torch.equal(packed.rows(some), weight[some])
-    assert torch.equal(PackedEmbedding(packed, torch.tensor(3.0).bfloat16())(some), weight[some] * 3)
+    for order in (FOR_TILES, IN_LANES):
+        ordered = packed.ordered(order)
+        assert torch.equal(ordered.expand(), rounded)
+        assert torch.equal(ordered._expand(ordered.parts)[: shape[0]], rounded)  # without kernels
+        assert torch.equal(ordered.rows(some), rounded[some])
+        assert torch.equal(ordered.ordered(FOR_TILES).parts, packed.parts)
+    assert torch.equal(PackedEmbedding(packed, torch.tensor(3.0).bfloat16())(some), rounded[some] * 3)
     check_sums(packed, weight)
 
 
@@ -97,8 +89,8 @@ def test_weights_of_groups(bits, group):
     zeros = torch.randint(1 << bits, scales.shape, dtype=torch.uint8) if bits == 4 else torch.full(scales.shape, 128)
     packed = Packed.of_groups(numbers, scales, zeros.to(torch.uint8), bits)
     spread = [x.float().repeat_interleave(group, 1) for x in (scales, zeros)]
-    weight = ((numbers.float() - spread[1]) * spread[0]).bfloat16()
-    assert torch.equal(packed.expand(), weight)
+    weight = (numbers.float() - spread[1]) * spread[0]
+    assert torch.equal(packed.expand(), weight.bfloat16())
     check_sums(packed, weight)
 
 
@@ -179,23 +171,25 @@ def test_a_file_is_a_base_by_its_path(file):
 
 
 @pytest.mark.parametrize(("drafter", "temperature"), [("heads", 0.9), ("prompt-lookup", 0.0), ("early-exit", 0.0)])
-def test_texts_are_those_of_the_expanded_base(pair, drafter, temperature):
+def test_texts_are_those_of_the_base(pair, drafter, temperature):
     prompts = [[5, 9, 5, 9, 5], list(range(3, 60)), [7]]
     sampling = SamplingParams(max_new_tokens=20, temperature=temperature, seed=3, ignore_eos=True)
-    for nodes in (1, 6) if drafter == "heads" else (6,):  # one node is plain decoding
-        texts = [
-            [
-                model.generate(p, sampling=sampling, speculation=Speculation(drafter, nodes=nodes)).tokens
-                for p in prompts
-            ]
-            for model in pair
-        ]
-        assert texts[0] == texts[1]
-        together = pair[0].batch()
-        requests = [together.add(p, sampling, Speculation(drafter, nodes=nodes)) for p in prompts]
-        while len(together):
-            together.step()
-        assert [request.output.tokens for request in requests] == texts[0]
+    plain = [pair[0].generate(p, sampling=sampling, speculation=Speculation(nodes=1)).tokens for p in prompts]
+    how = Speculation(drafter, nodes=6)
+    for model in pair if has_tiles() else pair[:1]:
+        assert [model.generate(p, sampling=sampling, speculation=how).tokens for p in prompts] == plain
+    together = pair[0].batch()
+    requests = [together.add(p, sampling, how) for p in prompts]
+    while len(together):
+        together.step()
+    assert [request.output.tokens for request in requests] == plain
+
+
+def test_logits_are_those_of_the_expanded_base(bases):
+    tokens = torch.randint(0, bases[0].vocab_size, (2, 40))
+    logits = [base.model(tokens).logits for base in bases]
+    assert same(*logits)
+    assert logits[0].std() > 0.1
 
 
 def test_what_would_leave_little_room_stays_packed_on_any_processor(file, monkeypatch, caplog):

@@ -5,7 +5,7 @@
 
 #include "draw.h"
 #include "grow.h"
-#include "linear.h"
+#include "packed.h"
 #include "team.h"
 
 struct Drafting {

@@ -7,15 +7,14 @@
 // A vector holds four inputs of each of LANES outputs. The processor multiplies unsigned bytes by signed ones: weights of 8
 // bits are ZERO too large, and their sums start at minus ZERO times the row's numbers.
 #pragma once
-#include "linear.h"
+#include "packed.h"
 
 constexpr int LARGEST = 127, ZERO = 128, ZERO_OF_SIX = ZERO >> 2;
 constexpr int ROWS8 = LANES == 16 ? 8 : 4;  // whose sums are in registers
 constexpr int NEAR8 = 16;                  // rows that stay near while weights pass by
-constexpr int IN_PANEL = PANEL / LANES;    // vectors of a panel
 
 struct alignas(16) Bytes {
-    int8_t numbers[RUN];
+    int8_t numbers[RUN];  // in the order of BYTE
     float scale, total;  // of a 1; of all numbers
     int32_t start[2];    // of sums over either half, with weights that are ZERO too large
 };
@@ -77,19 +76,18 @@ static inline vi whole(Products sum) { return sum; }
 static inline vi spread(const int8_t* four) { return vi{} + load<int32_t>(four); }
 
 // Weights of a panel's vector v, inputs 4 g .. 4 g + 3.
-static inline vbytes weights(const FourDots& all, int v, int g) {
+static inline vbytes weights(const FourLanes& all, int v, int g) {
     const vs both = load<vs>(all.pairs[g % 4][v * LANES]);
     return vbytes(g < 4 ? both : both >> 4) & 15;
 }
-static inline vbytes weights(const FiveDots& all, int v, int g) {
+static inline vbytes weights(const FiveLanes& all, int v, int g) {
     const vs fifth = load<vs>(all.fifth[v * LANES]);
-    return weights((const FourDots&)all, v, g) | (vbytes(g < 4 ? fifth << (4 - g) : fifth >> (g - 4)) & 16);
+    return weights((const FourLanes&)all, v, g) | (vbytes(g < 4 ? fifth << (4 - g) : fifth >> (g - 4)) & 16);
 }
-static inline vbytes weights(const EightDots& all, int v, int g) { return load<vbytes>(all.numbers[g][v * LANES]); }
+static inline vbytes weights(const EightLanes& all, int v, int g) { return load<vbytes>(all.numbers[g][v * LANES]); }
 
 // Sums of products of R rows and a panel, each in its lane.
 template <int R> using Dots = vi[R][IN_PANEL];
-#define EACH_SUM UNROLLED for (int r = 0; r < R; r++) UNROLLED for (int v = 0; v < IN_PANEL; v++)
 
 // Calls add(i, sum, weights, numbers) for inputs 4 g .. 4 g + 3 and COUNT of g, the i-th time: FIRST and those behind it, or
 // where weights stand in PAIRS, those too that stand above them.
@@ -117,7 +115,7 @@ static inline void dots(From weights, const Bytes* x, int64_t room, Dots<R>& to)
     EACH_SUM to[r][v] += whole(sums[r][v]);
 }
 // Over half a run of weights of 8 bits, or of 6.
-template <int R, int HALF, bool SIX> static inline void half_dots(const EightDots& all, const Bytes* x, int64_t room, Dots<R>& to) {
+template <int R, int HALF, bool SIX> static inline void half_dots(const EightLanes& all, const Bytes* x, int64_t room, Dots<R>& to) {
     constexpr int G = 4 * HALF;
     if constexpr (SHORT && !SIX) {  // sums of pairs would not fit with a ZERO
         const auto from = [&](int v, int g) { return weights(all, v, g); };
@@ -144,7 +142,7 @@ template <int R, class Panel> static void panel_sums(const Panel& panel, int64_t
             EACH_SUM sums[r][v] = fma(floats(all[r][v]) * splat(x[r * room].scale), load<vf>(factors + v * LANES), sums[r][v]);
         };
         Dots<R> all;
-        if constexpr (std::is_same_v<Numbers, EightDots>) {
+        if constexpr (std::is_same_v<Numbers, EightLanes>) {
             half_dots<R, 0, Panel::SIX>(numbers, x, room, all);
             add(all, values[0]);
             half_dots<R, 1, Panel::SIX>(numbers, x, room, all);
@@ -152,7 +150,7 @@ template <int R, class Panel> static void panel_sums(const Panel& panel, int64_t
         } else {
             const auto from = [&](int v, int g) { return weights(numbers, v, g); };
             EACH_SUM all[r][v] = vi{};
-            if constexpr (SHORT && std::is_same_v<Numbers, FiveDots>) dots<R, 0, 4, true>(from, x, room, all), dots<R, 2, 4, true>(from, x, room, all);
+            if constexpr (SHORT && std::is_same_v<Numbers, FiveLanes>) dots<R, 0, 4, true>(from, x, room, all), dots<R, 2, 4, true>(from, x, room, all);
             else dots<R, 0, 8, true>(from, x, room, all);
             add(all, values[0]);
             EACH_SUM sums[r][v] = fma(splat(x[r * room].total), load<vf>(values[1] + v * LANES), sums[r][v]);
@@ -188,6 +186,7 @@ template <class T> struct Rounded {
                 store(to->numbers + i * LANES, __builtin_convertvector(whole, vb));
                 halves[2 * i * LANES / RUN] += whole;
             }
+            for (int i = 0; i < RUN; i += 4) std::swap(to->numbers[i + BYTE[1]], to->numbers[i + BYTE[2]]);
             const float sums[] = {sum(floats(halves[0])), sum(floats(halves[1]))};
             to->scale = largest / LARGEST, to->total = to->scale * (sums[0] + sums[1]);
             for (int half = 0; half < 2; half++) to->start[half] = -ZERO * int32_t(sums[half]);
@@ -202,7 +201,7 @@ template <class T> struct Rounded {
         in_groups(rows, NEAR8, room * RUN, PANEL, first, last, [&](int64_t row, int64_t count, int64_t from, int64_t to) {
             for (int64_t n = from, next; n < to; n = next) {
                 next = std::min(to, n / PANEL * PANEL + PANEL);
-                with_dots(at, n / PANEL, [&](const auto& panel) {
+                with_form(at, n / PANEL, [&](const auto& panel) {
                     for (int64_t r = row; r < row + count; r += ROWS8) {
                         const int some = int(std::min<int64_t>(ROWS8, row + count - r));
                         with_constant<ROWS8>(some, [&](auto rows) { panel_sums<decltype(rows)::value>(panel, room, x + r * room, room, sums); });

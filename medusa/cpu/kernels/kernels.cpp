@@ -95,14 +95,14 @@ static void whole_linear(int threads, const Linear& layer, int64_t rows, const T
 // out [rows, outputs] of x [rows, in], all of one type but the weights, which may be rounded.
 extern "C" int medusa_linear(int number_type, int threads, const Linear* layer, int64_t rows, const void* x, void* out) {
     return outcome([&] {
-        as_usual(number_type, layer->for_dots(), [&](auto number, auto how) {
+        as_usual(number_type, layer->rounds_rows(), [&](auto number, auto how) {
             using T = decltype(number);
             whole_linear<T, decltype(how)>(threads, *layer, rows, (const T*)x, (T*)out);
         });
     });
 }
 
-// A packed weight in the other of its two orders; `to` begins as a copy of it.
+// A packed weight with its numbers in the other order; `to` begins as a copy of it.
 extern "C" int medusa_reorder(int threads, const Linear* weight, char* to) {
     return outcome([&] {
         Team(threads, 1).run([&](Team::Member& member) {
@@ -137,7 +137,7 @@ extern "C" int medusa_pass(const Pass* pass) {
 
 extern "C" int medusa_experts(const Visits* at) {
     return outcome([&] {
-        as_usual(at->number_type, at->mixture.down.for_dots(), [&](auto number, auto how) { mix<decltype(number), decltype(how)>(*at); });
+        as_usual(at->number_type, at->mixture.down.rounds_rows(), [&](auto number, auto how) { mix<decltype(number), decltype(how)>(*at); });
     });
 }
 

@@ -9,7 +9,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#include "linear.h"
+#include "packed.h"
 
 constexpr int SIDE = 16, DEPTH = 32;  // outputs and rows of a tile of sums; numbers along `in` of the operands
 constexpr int DEEP = 576;             // numbers along `in` of the weights that stay in the nearest cache

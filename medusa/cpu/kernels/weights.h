@@ -1,18 +1,18 @@
 // Where a linear layer's weights stand: as numbers, or packed as GGUF files and group-wise checkpoints hold them
 // (medusa/cpu/packed.py).
 //
-// Packed weights are expanded to the numbers of the pass where they are met, and enter the same sums in the same order. So
-// outputs are those of a model whose weights were expanded when it was loaded, bit by bit.
+// A matrix unit meets them expanded, as a model has them whose weights were expanded when it was loaded (tiles.h). Elsewhere
+// sums are those of the whole numbers, times their factors (packed.h, int8.h). Each way has an order of its own.
 #pragma once
 #include "vectors.h"
 
 constexpr int64_t PANEL = 16;                 // outputs whose packed weights stand together
 constexpr int64_t RUN = 32;                   // numbers along `in` that share a scale, or two
-constexpr int64_t EXPANDED_BYTES = 64 << 10;  // of expanded weights at a time, about
 constexpr int64_t PACKED_AHEAD = 4096;        // bytes that are on their way
 
 enum Packing : int64_t { NUMBERS, SIMPLE_FOUR, SIMPLE_FIVE, SIMPLE_EIGHT, SUPER_FOUR, SUPER_FIVE, SUPER_EIGHT, GROUP_FOUR, GROUP_EIGHT };
-constexpr int64_t FOR_DOTS = GROUP_EIGHT;  // added to a packing whose numbers stand in the order of int8.h
+// Added to a packing: its numbers stand as vectors of outputs take them; rows that meet it are rounded too (int8.h).
+constexpr int64_t IN_LANES = GROUP_EIGHT, ROUNDED_ROWS = 2 * IN_LANES;
 
 struct Linear {
     const void *weight, *bias;  // [outputs, in] and [outputs] or null
@@ -20,7 +20,9 @@ struct Linear {
     int64_t packing;  // of NUMBERS of the pass's type; else each panel is a `Form`
     int64_t runs;     // of `in` that share factors, a power of two
 
-    bool for_dots() const { return packing > FOR_DOTS; }
+    bool in_lanes() const { return packing > IN_LANES; }
+    bool rounds_rows() const { return packing > ROUNDED_ROWS; }
+    int64_t kind() const { return (packing - 1) % IN_LANES + 1; }  // without what was added
 };
 
 // A whole number q for every input of a run, for each output of a panel.
@@ -33,14 +35,16 @@ struct Five : Four {
 struct Eight {
     int8_t numbers[PANEL][RUN];
 };
-// The same in the order of int8.h: four inputs of an output stand side by side, then those of the next output.
-struct FourDots {
-    uint8_t pairs[RUN / 8][PANEL][4];  // [j][r][c]: input 4 j + c of output r, and above it input 16 + 4 j + c
+// The same for vectors of outputs: four inputs of an output stand side by side, then those of the next output. The two in the
+// middle change places, so that every second number is one of a pair.
+constexpr int BYTE[] = {0, 2, 1, 3};  // of input i % 4
+struct FourLanes {
+    uint8_t pairs[RUN / 8][PANEL][4];  // [j][r][BYTE[i]]: input 4 j + i of output r, and above it input 16 + 4 j + i
 };
-struct FiveDots : FourDots {
-    uint8_t fifth[PANEL][4];  // bit j of [r][c]: of input 4 j + c, above the other four
+struct FiveLanes : FourLanes {
+    uint8_t fifth[PANEL][4];  // bit j of [r][BYTE[i]]: of input 4 j + i, above the other four
 };
-struct EightDots {
+struct EightLanes {
     int8_t numbers[RUN / 4][PANEL][4];  // of SUPER_EIGHT -32 .. 31
 };
 
@@ -48,17 +52,17 @@ struct EightDots {
 static inline int number_of(const Four& all, int64_t r, int64_t i) { return all.words[r / 4][i] >> r % 4 * 4 & 15; }
 static inline int number_of(const Five& all, int64_t r, int64_t i) { return number_of((const Four&)all, r, i) | (all.fifth[r] >> i & 1) << 4; }
 static inline int number_of(const Eight& all, int64_t r, int64_t i) { return all.numbers[r][i]; }
-static inline int number_of(const FourDots& all, int64_t r, int64_t i) { return all.pairs[i / 4 % 4][r][i % 4] >> i / 16 * 4 & 15; }
-static inline int number_of(const FiveDots& all, int64_t r, int64_t i) {
-    return number_of((const FourDots&)all, r, i) | (all.fifth[r][i % 4] >> i / 4 & 1) << 4;
+static inline int number_of(const FourLanes& all, int64_t r, int64_t i) { return all.pairs[i / 4 % 4][r][BYTE[i % 4]] >> i / 16 * 4 & 15; }
+static inline int number_of(const FiveLanes& all, int64_t r, int64_t i) {
+    return number_of((const FourLanes&)all, r, i) | (all.fifth[r][BYTE[i % 4]] >> i / 4 & 1) << 4;
 }
-static inline int number_of(const EightDots& all, int64_t r, int64_t i) { return all.numbers[i / 4][r][i % 4]; }
+static inline int number_of(const EightLanes& all, int64_t r, int64_t i) { return all.numbers[i / 4][r][BYTE[i % 4]]; }
 static inline void set(Four& all, int64_t r, int64_t i, int q) { all.words[r / 4][i] |= (q & 15) << r % 4 * 4; }
 static inline void set(Five& all, int64_t r, int64_t i, int q) { set((Four&)all, r, i, q), all.fifth[r] |= uint32_t(q >> 4) << i; }
 static inline void set(Eight& all, int64_t r, int64_t i, int q) { all.numbers[r][i] = int8_t(q); }
-static inline void set(FourDots& all, int64_t r, int64_t i, int q) { all.pairs[i / 4 % 4][r][i % 4] |= (q & 15) << i / 16 * 4; }
-static inline void set(FiveDots& all, int64_t r, int64_t i, int q) { set((FourDots&)all, r, i, q), all.fifth[r][i % 4] |= q >> 4 << i / 4; }
-static inline void set(EightDots& all, int64_t r, int64_t i, int q) { all.numbers[i / 4][r][i % 4] = int8_t(q); }
+static inline void set(FourLanes& all, int64_t r, int64_t i, int q) { all.pairs[i / 4 % 4][r][BYTE[i % 4]] |= (q & 15) << i / 16 * 4; }
+static inline void set(FiveLanes& all, int64_t r, int64_t i, int q) { set((FourLanes&)all, r, i, q), all.fifth[r][BYTE[i % 4]] |= q >> 4 << i / 4; }
+static inline void set(EightLanes& all, int64_t r, int64_t i, int q) { all.numbers[i / 4][r][BYTE[i % 4]] = int8_t(q); }
 // Numbers of output r in another order.
 template <class From, class To> static inline void reorder(const From& from, int64_t r, To& to) {
     for (int64_t i = 0; i < RUN; i++) set(to, r, i, number_of(from, r, i));
@@ -159,92 +163,45 @@ template <class N, int64_t FORM = NUMBERS> class Panel : Runs {
 };
 
 // The type of a run's numbers in the other order; never called.
-Four other_order(const FourDots&);
-Five other_order(const FiveDots&);
-Eight other_order(const EightDots&);
-FourDots other_order(const Four&);
-FiveDots other_order(const Five&);
-EightDots other_order(const Eight&);
+Four other_order(const FourLanes&);
+Five other_order(const FiveLanes&);
+Eight other_order(const EightLanes&);
+FourLanes other_order(const Four&);
+FiveLanes other_order(const Five&);
+EightLanes other_order(const Eight&);
 
 // Calls use(a panel of a packed weight), whose numbers are of these kinds.
 template <class FourBits, class FiveBits, class EightBits, class Use>
-static inline void with_kind(const Linear& at, int64_t packing, int64_t panel, Use use) {
-    const Form& form = FORMS[packing];
+static inline void with_kind(const Linear& at, int64_t panel, Use use) {
+    const Form& form = FORMS[at.kind()];
     if (form.bits == 4) use(Panel<FourBits>(at, panel, form));
     else if (form.bits == 5) use(Panel<FiveBits>(at, panel, form));
     else use(Panel<EightBits>(at, panel, form));
 }
 template <class Use> static inline void with_panel(const Linear& at, int64_t panel, Use use) {
-    with_kind<Four, Five, Eight>(at, at.packing, panel, use);
+    with_kind<Four, Five, Eight>(at, panel, use);
 }
-// The same of a weight in the other order, compiled for each form.
-template <class Use> static inline void with_dots(const Linear& at, int64_t panel, Use use) {
-    switch (at.packing - FOR_DOTS) {
-        case SIMPLE_FOUR: return use(Panel<FourDots, SIMPLE_FOUR>(at, panel));
-        case SIMPLE_FIVE: return use(Panel<FiveDots, SIMPLE_FIVE>(at, panel));
-        case SIMPLE_EIGHT: return use(Panel<EightDots, SIMPLE_EIGHT>(at, panel));
-        case SUPER_FOUR: return use(Panel<FourDots, SUPER_FOUR>(at, panel));
-        case SUPER_FIVE: return use(Panel<FiveDots, SUPER_FIVE>(at, panel));
-        case SUPER_EIGHT: return use(Panel<EightDots, SUPER_EIGHT>(at, panel));
-        case GROUP_FOUR: return use(Panel<FourDots, GROUP_FOUR>(at, panel));
-        default: return use(Panel<EightDots, GROUP_EIGHT>(at, panel));
+// The same of one in lanes, compiled for each form.
+template <class Use> static inline void with_form(const Linear& at, int64_t panel, Use use) {
+    switch (at.kind()) {
+        case SIMPLE_FOUR: return use(Panel<FourLanes, SIMPLE_FOUR>(at, panel));
+        case SIMPLE_FIVE: return use(Panel<FiveLanes, SIMPLE_FIVE>(at, panel));
+        case SIMPLE_EIGHT: return use(Panel<EightLanes, SIMPLE_EIGHT>(at, panel));
+        case SUPER_FOUR: return use(Panel<FourLanes, SUPER_FOUR>(at, panel));
+        case SUPER_FIVE: return use(Panel<FiveLanes, SUPER_FIVE>(at, panel));
+        case SUPER_EIGHT: return use(Panel<EightLanes, SUPER_EIGHT>(at, panel));
+        case GROUP_FOUR: return use(Panel<FourLanes, GROUP_FOUR>(at, panel));
+        default: return use(Panel<EightLanes, GROUP_EIGHT>(at, panel));
     }
 }
 
-// The nearest numbers of bfloat16; of what is no number it makes anything.
-static inline vf nearest(vf x) {
-    const vu bits = vu(x);
-    return vf((bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000u);
-}
-
-// Inputs of output r in a run as floats, in the order of Row<bf16>: of 2 LANES at a time the even ones, then the odd ones.
-typedef vf Widened[RUN / LANES];
-constexpr uint32_t BELOW[] = {0, 4, 8, 12};  // bits below those of an output
-// Its 4 bits of input 2 i are the lowest of number i, those of input 2 i + 1 stand 16 above; others stand between.
-static inline vu pairs(const Four& numbers, int64_t r, int step) {
-    return load<vu>((const uint32_t*)numbers.words[r / 4] + step * LANES) >> (vu{} + BELOW[r % 4]);
-}
-static inline vf input(vu q, float first, float second) { return nearest(fma(splat(first), floats(vi(q)), splat(second))); }
-static inline void widen(const Four& numbers, int64_t r, float first, float second, Widened& to) {
-    UNROLLED for (int step = 0; step < RUN / 2 / LANES; step++) {
-        const vu x = pairs(numbers, r, step);
-#ifdef __AVX512F__
-        const __m512 level = __m512(input(vu{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}, first, second));
-        to[0] = vf(_mm512_permutexvar_ps(__m512i(x), level)), to[1] = vf(_mm512_permutexvar_ps(__m512i(x >> 16), level));
-#else
-        to[2 * step] = input(x & 15, first, second), to[2 * step + 1] = input(x >> 16 & 15, first, second);
-#endif
-    }
-}
-static inline void widen(const Five& numbers, int64_t r, float first, float second, Widened& to) {
-    vu places;
-    for (int i = 0; i < LANES; i++) places[i] = 2 * i;
-    UNROLLED for (int step = 0; step < RUN / 2 / LANES; step++) {
-        const vu x = pairs(numbers, r, step), fifth = (vu{} + numbers.fifth[r]) >> (places + 2 * step * LANES);
-        to[2 * step] = input((x & 15) | (fifth & 1) << 4, first, second), to[2 * step + 1] = input((x >> 16 & 15) | (fifth & 2) << 3, first, second);
-    }
-}
-static inline void widen(const Eight& numbers, int64_t r, float first, float second, Widened& to) {
-    UNROLLED for (int step = 0; step < RUN / 2 / LANES; step++) {
-        const vi x = whole((const uint16_t*)numbers.numbers[r] + step * LANES);
-        vf scale = splat(2 * step * LANES < RUN / 2 ? first : second);
-#ifdef __AVX512F__
-        scale = vf(_mm512_mask_mov_ps(__m512(scale), 0xff00, __m512(splat(second))));
-#endif
-        to[2 * step] = nearest(floats(x << 24 >> 24) * scale), to[2 * step + 1] = nearest(floats(x << 16 >> 24) * scale);
-    }
-}
-
-template <class Dots> [[gnu::noinline]] static void widen(const Dots& numbers, int64_t r, float first, float second, Widened& to) {
-    decltype(other_order(numbers)) ordered = {};
-    reorder(numbers, r, ordered), widen(ordered, r, first, second, to);
-}
-
-// The same in bfloat16, in order.
+// Inputs of output r in a run, in bfloat16.
 template <class N> static inline void expand(const N& numbers, int64_t r, float first, float second, bf16* to) {
-    Widened all;
-    widen(numbers, r, first, second, all);
-    UNROLLED for (int i = 0; i < RUN / LANES; i += 2) store(to + i * LANES, vu(all[i]) >> 16 | vu(all[i + 1]));
+    constexpr bool EIGHT = std::is_same_v<N, Eight> || std::is_same_v<N, EightLanes>;
+    for (int64_t i = 0; i < RUN; i++) {
+        const float q = float(number_of(numbers, r, i));
+        narrow(EIGHT ? q * (i < RUN / 2 ? first : second) : first * q + second, to + i);
+    }
 }
 template <int COUNT, class N> static inline void expand(const N& numbers, int64_t row, const float* first, const float* second, bf16* to, int64_t stride) {
     UNROLLED for (int c = 0; c < COUNT; c++) expand(numbers, row + c, first[c], second[c], to + c * stride);
@@ -255,7 +212,7 @@ static inline __m512 level(float first, float second, float from = 0) {
     return __m512(fma(splat(first), from ? steps + from : steps, splat(second)));
 }
 typedef uint16_t Words __attribute__((vector_size(64)));
-static inline Words indices(const Four& numbers, int64_t r) { return load<Words>(numbers.words[r / 4]) >> (Words{} + uint16_t(BELOW[r % 4])) & 15; }
+static inline Words indices(const Four& numbers, int64_t r) { return load<Words>(numbers.words[r / 4]) >> (Words{} + uint16_t(r % 4 * 4)) & 15; }
 static inline void expand(const Five& numbers, int64_t r, float first, float second, bf16* to) {
     const __m512i lower = __m512i(indices(numbers, r)), index = _mm512_mask_add_epi16(lower, numbers.fifth[r], lower, _mm512_set1_epi16(16));
     const __m512i levels = __m512i(_mm512_cvtne2ps_pbh(level(first, second, 16), level(first, second)));
@@ -296,7 +253,7 @@ template <class Panel> static inline void expand(const Panel& panel, int64_t run
 
 // Calls use(a panel of a weight that is packed in either order).
 template <class Use> static inline void with_any(const Linear& at, int64_t panel, Use use) {
-    if (at.for_dots()) with_kind<FourDots, FiveDots, EightDots>(at, at.packing - FOR_DOTS, panel, use);
+    if (at.in_lanes()) with_kind<FourLanes, FiveLanes, EightLanes>(at, panel, use);
     else with_panel(at, panel, use);
 }
 
@@ -329,18 +286,4 @@ template <class T> static inline const T* row_of(const Linear& at, int64_t n, Bu
     T* to = room.data();
     for_vectors(at.in, [&](int64_t i, int here) { put(rounded(wide(row + i, here) * splat(factor), T()), to + i, here); });
     return to;
-}
-
-// Calls use(layer of numbers, from, to) for outputs first .. last, as many at a time as stay near where they are packed.
-template <class Use> static void expanded(const Linear& at, int64_t first, int64_t last, Use use) {
-    thread_local Buffer<bf16> numbers;
-    const int64_t fitting = EXPANDED_BYTES / int64_t(at.in * sizeof(bf16)), block = std::max(3 * PANEL, fitting / 48 * 48);
-    grow(numbers, block * at.in);
-    for (int64_t from = first; from < last; from += block) {
-        const int64_t to = std::min(from + block, last);
-        expand(at, from, to, numbers.data());
-        Linear there = at;
-        there.weight = numbers.data() - from * at.in, there.packing = NUMBERS;
-        use(there, from, to);
-    }
 }
