@@ -52,7 +52,7 @@ def show_plan(args: argparse.Namespace) -> int:
 
     from medusa.base import gguf_convert, gguf_names, groupwise
     from medusa.clock import machine_memory
-    from medusa.cpu.native import expands_quickly
+    from medusa.cpu.native import packing_pays
     from medusa.cpu.packed import DTYPE
     from medusa.serve.engine import MEMORY
 
@@ -61,7 +61,7 @@ def show_plan(args: argparse.Namespace) -> int:
     config = gguf_convert.read_config(file) if file else _config(args.base)
     shape = read_shape(config, dtype, args.int8)
     on_gpu = args.device_memory is not None
-    packs = not on_gpu and (args.int8 or expands_quickly())
+    packs = not on_gpu and (args.int8 or packing_pays())
     if not on_gpu and groupwise.reads(config):
         bits = groupwise.held_bits(config, dtype) if packs else None
         shape = replace(shape, bits=bits or 8 * (1 if args.int8 else shape.itemsize))

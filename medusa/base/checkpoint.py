@@ -21,7 +21,7 @@ from medusa.base.tensor_parallel import divide
 from medusa.clock import limit_threads, machine_memory
 from medusa.cpu.experts import use_experts
 from medusa.cpu.int8 import round_linears
-from medusa.cpu.native import DTYPES, available, expands_quickly, use_kernels
+from medusa.cpu.native import DTYPES, available, packing_pays, use_kernels
 from medusa.cpu.packed import DTYPE as PACKED_DTYPE
 from medusa.files import cache_directory
 
@@ -129,8 +129,8 @@ def _remedy(path: str) -> str:
 
 def _stays_packed(path: str) -> bool:
     """Whether weights stay packed: if that is faster, or if expanded weights would fill most of the memory."""
-    if expands_quickly() or not available():
-        return expands_quickly()
+    if packing_pays() or not available():
+        return packing_pays()
     expanded, memory = gguf.expanded_bytes(path), machine_memory()
     if expanded <= EXPANDED_SHARE * memory:
         if expanded:

@@ -122,9 +122,9 @@ def has_tiles() -> bool:
 
 
 @cache
-def expands_quickly() -> bool:
-    """Whether packed weights (``medusa.cpu.packed``) are faster than expanded ones: true with vectors of 512 bits."""
-    return available() and kernels().medusa_flavour().startswith((b"AMX", b"AVX512", b"AVX-512"))
+def packing_pays() -> bool:
+    """Whether packed weights (``medusa.cpu.packed``) are faster than expanded ones: with AVX2 and what is above it."""
+    return available() and kernels().medusa_flavour().startswith((b"AMX", b"AVX"))
 
 
 @cache

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from medusa import BaseModel, HeadsConfig, MedusaModel, build_heads
 from medusa.base import groupwise
 from medusa.base.group_layouts import LAYOUTS, Grouped, Layout, read_layer
-from medusa.cpu.native import available, expands_quickly, has_tiles, use_kernels
+from medusa.cpu.native import available, has_tiles, packing_pays, use_kernels
 from medusa.cpu.packed import Packed, PackedLinear
 from medusa.loading.self_test import choose_decoding, fuse
 from medusa.sampling import SamplingParams, Speculation
@@ -194,7 +194,7 @@ def test_it_is_a_base_by_its_path(checkpoint, caplog):
     directory, _ = checkpoint("awq")
     with caplog.at_level(logging.INFO, "medusa"):
         base = BaseModel.load(directory, device="cpu", pack=True)
-    packed = expands_quickly()
+    packed = packing_pays()
     assert base.packed == packed
     assert base.dtype == (torch.bfloat16 if packed else base.dtype)
     assert base.source == "weights of 4 bits in groups of 64 (awq)"
@@ -322,7 +322,7 @@ def test_other_tensors_than_the_model_has_are_one_error(damage, reason, checkpoi
 @pytest.mark.parametrize(("case", "bits"), [("gptq", 5), ("w8a16", 8)])
 def test_a_dry_run_plans_for_it(case, bits, checkpoint, capsys):
     directory, _ = checkpoint(case)
-    for more, held in (([], bits if expands_quickly() else 16), (["--device-memory", "80GB"], 4 if bits == 5 else 8)):
+    for more, held in (([], bits if packing_pays() else 16), (["--device-memory", "80GB"], 4 if bits == 5 else 8)):
         assert main(["--dry-run", "--base", str(directory), *more]) == 0
         assert f"{held} bits a weight" in capsys.readouterr().out
 

@@ -17,7 +17,7 @@ from medusa.budget.plan import in_words
 from medusa.budget.shape import read_shape
 from medusa.cpu.gguf_types import KINDS
 from medusa.cpu.int8 import Int8Linear
-from medusa.cpu.native import NativeLinear, available, expands_quickly, has_tiles, use_kernels
+from medusa.cpu.native import NativeLinear, available, has_tiles, packing_pays, use_kernels
 from medusa.cpu.packed import FOR_TILES, IN_LANES, Packed, PackedEmbedding, PackedLinear
 from medusa.drafters.heads import Floors, HeadsDrafter
 from medusa.loading.dtype import faster_dtype
@@ -162,7 +162,7 @@ def test_matrices_stay_packed_and_other_types_are_expanded(bases):
 
 def test_a_file_is_a_base_by_its_path(file):
     base = BaseModel.load(file, device="cpu", pack=True)
-    assert (type(base.model.get_output_embeddings()) is PackedLinear) == expands_quickly()
+    assert (type(base.model.get_output_embeddings()) is PackedLinear) == packing_pays()
     assert (
         base.source
         == "weights of the GGUF file small.gguf (Q4_0, Q4_1, Q4_K, Q5_1, Q6_K, Q8_0 kept packed), as bfloat16"
@@ -193,7 +193,7 @@ def test_logits_are_those_of_the_expanded_base(bases):
 
 
 def test_what_would_leave_little_room_stays_packed_on_any_processor(file, monkeypatch, caplog):
-    monkeypatch.setattr("medusa.base.checkpoint.expands_quickly", lambda: False)
+    monkeypatch.setattr("medusa.base.checkpoint.packing_pays", lambda: False)
     assert not BaseModel.load(file, device="cpu", pack=True).packed
     whole = gguf.expanded_bytes(gguf.locate(str(file)))
     monkeypatch.setattr("medusa.base.checkpoint.machine_memory", lambda: 2 * whole - 1)
@@ -254,7 +254,7 @@ def gguf_weights(base):
 
 def test_a_dry_run_plans_for_it(file, capsys):
     assert main(["--dry-run", "--base", str(file)]) == 0
-    assert ("8 bits a weight" if expands_quickly() else "16 bits a weight") in capsys.readouterr().out
+    assert ("8 bits a weight" if packing_pays() else "16 bits a weight") in capsys.readouterr().out
     assert main(["--dry-run", "--base", str(file), "--dtype", "float32"]) == 0
     assert "32 bits a weight" in capsys.readouterr().out
 
