@@ -154,8 +154,7 @@ template <class N, int64_t FORM = NUMBERS> class Panel : Runs {
         if (first != known) find(known = first, kept);
         return kept[in_kept];
     }
-    // The same of a first run and of those that are found with it.
-    static bool first_of_some(int64_t run) { return (run & (AT_ONCE - 1)) == 0; }
+    // The same of a run and of those that are found with it.
     void find(int64_t run, Values* to) const {
         if constexpr (FORM) FORMS[FORM].find(*this, run, 1, to);
         else form.find(*this, run, std::min(AT_ONCE, all - run), to);
