@@ -15,6 +15,8 @@ constexpr int64_t FAR_BYTES = 256 << 10;  // weights that stay in a core's cache
 
 template <class T> constexpr int STEP = LANES * 4 / sizeof(T);  // numbers in a vector of weights
 template <class T> constexpr int64_t arranged(int64_t in) { return (in + STEP<T> - 1) / STEP<T> * STEP<T>; }
+// From an arranged row to the next: cache lines of rows some pages apart would have the same few places in the cache.
+template <class T> constexpr int64_t apart(int64_t in) { return arranged<T>(in) + (arranged<T>(in) % 512 ? 0 : 64); }
 
 // Whether R x C sums, C vectors of weights and one of a row fit into the registers.
 template <int R, int C> constexpr bool IN_REGISTERS = R * C + C + 1 < (LANES == 8 ? 16 : 32);
@@ -196,7 +198,7 @@ static inline void finish(const Linear& at, int64_t n, int count, const float* s
 template <class T, class O>
 static void strips(const Linear& at, int64_t first, int64_t last, const number<T>* x, int64_t rows, O out, int64_t stride) {
     alignas(64) float sums[NEAR * STRIP + LANES];
-    const int64_t room = arranged<T>(at.in), most = rows > 2 * ROWS ? MANY : ROWS, groups = (rows + most - 1) / most;
+    const int64_t room = apart<T>(at.in), most = rows > 2 * ROWS ? MANY : ROWS, groups = (rows + most - 1) / most;
     for (int64_t n = first; n < last; n += STRIP) {
         const int count = int(std::min<int64_t>(STRIP, last - n));
         for (int c = 0; c < count; c += c + OUTPUTS <= count ? OUTPUTS : 1)
@@ -230,6 +232,6 @@ static void in_groups(int64_t rows, int64_t most, int64_t bytes, int64_t unit, i
 template <class T, class O>
 static void linear(const Linear& at, const number<T>* x, int64_t rows, O out, int64_t stride, int64_t first, int64_t last) {
     in_groups(rows, rows <= NEAR ? NEAR : MANY, at.in * sizeof(T), STRIP, first, last, [&](int64_t row, int64_t count, int64_t from, int64_t to) {
-        strips<T>(at, from, to, x + row * arranged<T>(at.in), count, out + row * stride, stride);
+        strips<T>(at, from, to, x + row * apart<T>(at.in), count, out + row * stride, stride);
     });
 }

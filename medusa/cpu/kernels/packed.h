@@ -35,7 +35,7 @@ static inline vf input(const EightLanes& all, int v, int i) {
 template <class Number> struct Step {
     static constexpr int COUNT = 1;
     typedef vf Inputs;
-    template <class N> static Inputs inputs(const N& all, int v, int i) { return input(all, v, i); }
+    template <bool SIX, class N> static Inputs inputs(const N& all, int v, int i) { return input(all, v, i); }
     static int place(int i) {  // of input i among a run's numbers as they are arranged
         constexpr int BOTH = 2 * LANES;
         return i / BOTH * BOTH + i % 2 * LANES + i % BOTH / 2;
@@ -47,30 +47,48 @@ template <class Number> struct Step {
         return sum;
     }
 };
+#ifdef __AVX512BF16__
+// Whole numbers in bfloat16, by bits.
+constexpr bf16 whole_number(int q) {
+    const int size = q < 0 ? -q : q;
+    int power = 0;
+    while (size >> (power + 1)) power++;
+    return size ? bf16((q < 0) << 15 | (127 + power) << 7 | (size << (7 - power) & 127)) : bf16(0);
+}
+struct alignas(64) Numbers {
+    bf16 all[64] = {};
+    constexpr Numbers(int count, bool sign) {
+        for (int i = 0; i < 64; i++) all[i] = whole_number(sign && i % count >= count / 2 ? i % count - count : i % count);
+    }
+};
+static constexpr Numbers FOUR_TWICE(16, false), FIVE(32, false), SIX_SIGNED(64, true);
+#endif
 #if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
 template <> struct Step<bf16> {
     static constexpr int COUNT = 2;
     typedef vu Inputs;  // pairs
-    template <class N> static Inputs inputs(const N& all, int v, int i) { return vu(input(all, v, i)) >> 16 | vu(input(all, v, i + 1)); }
+    template <class N> static Inputs pair(const N& all, int v, int i) { return vu(input(all, v, i)) >> 16 | vu(input(all, v, i + 1)); }
 #ifdef __AVX512BF16__
     // The lowest bits of both halves of each word.
     static Words lowest(const uint8_t (&four)[PANEL][4], int i, int above) {
         return load<Words>((const uint16_t*)four) >> (Words{} + uint16_t(8 * (BYTE[i % 4] % 2) + above));
     }
-    // Whole numbers by the last five bits of words. Of four bits they stand there twice: what stands above them has no part.
-    static Inputs numbers(Words bits, bool five) {
-        static const uint16_t FOUR[] = {0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0, 0x4100, 0x4110, 0x4120, 0x4130, 0x4140, 0x4150, 0x4160, 0x4170,
-                                        0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0, 0x4100, 0x4110, 0x4120, 0x4130, 0x4140, 0x4150, 0x4160, 0x4170};
-        static const uint16_t FIVE[] = {0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0, 0x4100, 0x4110, 0x4120, 0x4130, 0x4140, 0x4150, 0x4160, 0x4170,
-                                        0x4180, 0x4188, 0x4190, 0x4198, 0x41a0, 0x41a8, 0x41b0, 0x41b8, 0x41c0, 0x41c8, 0x41d0, 0x41d8, 0x41e0, 0x41e8, 0x41f0, 0x41f8};
-        return vu(_mm512_permutexvar_epi16(__m512i(bits), _mm512_loadu_si512(five ? FIVE : FOUR)));
+    // Whole numbers by the last five or six bits of words; what stands above these has no part.
+    static Inputs by_five(Words bits, const Numbers& numbers) { return vu(_mm512_permutexvar_epi16(__m512i(bits), _mm512_load_si512(&numbers))); }
+    static Inputs by_six(Words bits, const Numbers& numbers) {
+        return vu(_mm512_permutex2var_epi16(_mm512_load_si512(&numbers), __m512i(bits), _mm512_load_si512(&numbers.all[32])));
     }
-    static Inputs inputs(const FourLanes& all, int, int i) { return numbers(lowest(all.pairs[i / 4 % 4], i, i / 16 * 4), false); }
-    static Inputs inputs(const FiveLanes& all, int, int i) {
-        return numbers((lowest(all.pairs[i / 4 % 4], i, i / 16 * 4) & 15) | (lowest(all.fifth, i, i / 4) & 1) << 4, true);
+    template <bool> static Inputs inputs(const FourLanes& all, int, int i) { return by_five(lowest(all.pairs[i / 4 % 4], i, i / 16 * 4), FOUR_TWICE); }
+    template <bool> static Inputs inputs(const FiveLanes& all, int, int i) {
+        return by_five((lowest(all.pairs[i / 4 % 4], i, i / 16 * 4) & 15) | (lowest(all.fifth, i, i / 4) & 1) << 4, FIVE);
+    }
+    template <bool SIX> static Inputs inputs(const EightLanes& all, int v, int i) {
+        if (SIX) return by_six(lowest((const uint8_t(&)[PANEL][4])all.numbers[i / 4], i, 0), SIX_SIGNED);
+        return pair(all, v, i);
     }
     static vf dot(vf sum, vu a, vu b) { return vf(_mm512_dpbf16_ps(__m512(sum), (__m512bh)a, (__m512bh)b)); }
 #else
+    template <bool, class N> static Inputs inputs(const N& all, int v, int i) { return pair(all, v, i); }
     static vf dot(vf sum, vu a, vu b) { return vf(vbfdotq_f32(float32x4_t(sum), bfloat16x8_t(a), bfloat16x8_t(b))); }
 #endif
     static int place(int i) { return i; }
@@ -104,7 +122,7 @@ static void panel_sums(const Panel& panel, int64_t runs, const number<bf16>* x, 
                 const int i = half * RUN / 2 + step;
                 typename Step::Inputs inputs[IN_PANEL];
                 if (LANES == 8) FORGET(numbers);  // with so few registers it would keep what it has read in memory
-                UNROLLED for (int v = 0; v < IN_PANEL; v++) inputs[v] = Step::inputs(*numbers, v, i);
+                UNROLLED for (int v = 0; v < IN_PANEL; v++) inputs[v] = Step::template inputs<Panel::SIX>(*numbers, v, i);
                 EACH_SUM {
                     part[r][v] = Step::meet(part[r][v], inputs[v], row[r] + Step::place(i));
                     IN_REGISTER(part[r][v]);  // in this order: it would keep all inputs
@@ -133,7 +151,7 @@ static inline void find_totals(const number<bf16>* x, int64_t rows, int64_t room
 template <class O>
 static void packed_linear(const Linear& at, const number<bf16>* x, int64_t rows, O out, int64_t stride, int64_t first, int64_t last) {
     assert(at.in_lanes() && at.in % RUN == 0);  // Packed.for_here sees to it
-    const int64_t runs = at.in / RUN, room = arranged<bf16>(at.in);
+    const int64_t runs = at.in / RUN, room = apart<bf16>(at.in);
     alignas(64) float sums[PACKED_ROWS * STRIP + LANES];
     thread_local Buffer<float> totals;
     grow(totals, rows * runs), find_totals(x, rows, room, runs, totals.data());
@@ -162,7 +180,7 @@ template <class T> struct Plain {
     static constexpr int64_t UNIT = STEP<T>;       // numbers of a row that are arranged without the others
     static constexpr int64_t OUTPUTS = ::OUTPUTS;  // of a tile
     struct Thread { ~Thread() {} };                // what a thread of a team needs
-    static int64_t room(int64_t in) { return arranged<T>(in); }  // numbers of a row, arranged
+    static int64_t room(int64_t in) { return apart<T>(in); }  // numbers of a row, arranged
     static constexpr int64_t rows(int64_t count) { return count; }  // that so many take up
     // Numbers of a row, from a column on, among rows with so much room each.
     static void arrange(const float* numbers, int64_t count, number* to, int64_t room, int64_t row, int64_t column) {
