@@ -168,9 +168,9 @@ class Packed:
 
     def for_here(self, int8: bool = False) -> "Packed":
         """The same weight in the order that this processor reads, rounding rows or not."""
-        if int8:
-            return self.ordered(ROUNDED_ROWS)
-        return self.ordered(FOR_TILES if has_tiles() or not available() else IN_LANES)
+        if not available():
+            return self
+        return self.ordered(ROUNDED_ROWS if int8 else FOR_TILES if has_tiles() else IN_LANES)
 
     def expand(self) -> Tensor:
         """Expand to bfloat16 [O, I], the weight of a model that is expanded when it is loaded."""
