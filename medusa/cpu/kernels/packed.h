@@ -71,7 +71,7 @@ template <> struct Step<bf16> {
 #ifdef __AVX512BF16__
     // The lowest bits of both halves of each word.
     static Words lowest(const uint8_t (&four)[PANEL][4], int i, int above) {
-        return load<Words>((const uint16_t*)four) >> (Words{} + uint16_t(8 * (BYTE[i % 4] % 2) + above));
+        return load<Words>((const uint16_t*)four) >> Words(_mm512_set1_epi16(8 * (BYTE[i % 4] % 2) + above));
     }
     // Whole numbers by the last five or six bits of words; what stands above these has no part.
     static Inputs by_five(Words bits, const Numbers& numbers) { return vu(_mm512_permutexvar_epi16(__m512i(bits), _mm512_load_si512(&numbers))); }
@@ -95,7 +95,9 @@ template <> struct Step<bf16> {
     static vf meet(vf sum, Inputs inputs, const bf16* numbers) { return dot(sum, inputs, vu{} + load<uint32_t>((const uint32_t*)numbers)); }
     static vf total(const bf16* numbers) {
         vf sum{};
-        for (int i = 0; i < RUN; i += 2 * LANES) sum = dot(sum, load<vu>((const uint32_t*)(numbers + i)), vu{} + 0x3f803f80);
+        vu ones = vu{} + 0x3f803f80;
+        IN_REGISTER(ones);  // GCC 12 would use an instruction for it that not every such processor has (fmov of halves)
+        for (int i = 0; i < RUN; i += 2 * LANES) sum = dot(sum, load<vu>((const uint32_t*)(numbers + i)), ones);
         return sum;
     }
 };

@@ -211,7 +211,7 @@ static inline __m512 level(float first, float second, float from = 0) {
     return __m512(fma(splat(first), from ? steps + from : steps, splat(second)));
 }
 typedef uint16_t Words __attribute__((vector_size(64)));
-static inline Words indices(const Four& numbers, int64_t r) { return load<Words>(numbers.words[r / 4]) >> (Words{} + uint16_t(r % 4 * 4)) & 15; }
+static inline Words indices(const Four& numbers, int64_t r) { return load<Words>(numbers.words[r / 4]) >> Words(_mm512_set1_epi16(r % 4 * 4)) & 15; }
 static inline void expand(const Five& numbers, int64_t r, float first, float second, bf16* to) {
     const __m512i lower = __m512i(indices(numbers, r)), index = _mm512_mask_add_epi16(lower, numbers.fifth[r], lower, _mm512_set1_epi16(16));
     const __m512i levels = __m512i(_mm512_cvtne2ps_pbh(level(first, second, 16), level(first, second)));
