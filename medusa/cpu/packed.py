@@ -158,9 +158,9 @@ class Packed:
 
     def ordered(self, order: int) -> "Packed":
         """The same weight in another order; itself if that is its own."""
-        parts = self.parts
         if self.packing == self.kind + order:
             return self
+        parts = self.parts
         if (self.packing > IN_LANES) != (order > 0):
             parts = parts.clone()
             kernels().medusa_reorder(torch.get_num_threads(), self.struct(), parts.data_ptr())

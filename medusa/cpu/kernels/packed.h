@@ -156,7 +156,8 @@ static void packed_linear(const Linear& at, const number<bf16>* x, int64_t rows,
     const int64_t runs = at.in / RUN, room = apart<bf16>(at.in);
     alignas(64) float sums[PACKED_ROWS * STRIP + LANES];
     thread_local Buffer<float> totals;
-    grow(totals, rows * runs), find_totals(x, rows, room, runs, totals.data());
+    grow(totals, rows * runs);
+    if (FORMS[at.kind()].bits < 8) find_totals(x, rows, room, runs, totals.data());
     in_groups(rows, PACKED_ROWS, at.in, PANEL, first, last, [&](int64_t row, int64_t count, int64_t from, int64_t to) {
         for (int64_t n = from, next; n < to; n = next) {
             next = std::min(to, n / PANEL * PANEL + PANEL);
