@@ -142,7 +142,7 @@ def load(directory: str | Path, dtype: "torch.dtype", expand: bool) -> "PreTrain
     from transformers.initialization import no_init_weights
 
     from medusa.base.gguf_reading import tensors_of
-    from medusa.cpu.experts import PackedExperts, are_usual
+    from medusa.cpu.experts import PackedExperts, are_known, in_order
     from medusa.cpu.packed import Packed, PackedEmbedding, PackedLinear
 
     directory = Path(directory)
@@ -166,7 +166,7 @@ def load(directory: str | Path, dtype: "torch.dtype", expand: bool) -> "PreTrain
             model.set_submodule(path, PackedLinear(packed, module.bias))
         elif not expand and (type(module) is nn.Embedding or isinstance(scale, Tensor)):
             model.set_submodule(path, PackedEmbedding(packed, None if scale is None else scale.to(dtype)))
-        elif not expand and are_usual(module):
+        elif not expand and are_known(module) and in_order(module):
             experts[path][own] = packed
         else:
             shape = getattr(module, own).shape

@@ -1,6 +1,7 @@
 """The mixtures of experts that a pass with our own kernels knows, recognised by their parts and by what routers return.
 
-In a decoder they stand in place of the MLP (``medusa.base.usual_block``): in Mixtral, OLMoE, LFM2 and Qwen's mixtures.
+In a decoder they stand in place of the MLP (``medusa.base.usual_block``): in Mixtral, OLMoE, LFM2, GPT-OSS and Qwen's
+mixtures.
 """
 
 from itertools import product
@@ -10,9 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-ROUTED = {"gate", "experts"}
+ROUTED = ({"gate", "experts"}, {"router", "experts"})
+"""Parts of a mixture."""
 SHARED = {"shared_expert", "shared_expert_gate"}
-"""Parts of a mixture with an expert that all rows visit."""
+"""More parts of a mixture with an expert that all rows visit."""
 LEAST = 1e-6
 """Added to a sum of sigmoids that shares are divided by; as in kernels/experts.h."""
 TRIED = 32
@@ -23,7 +25,7 @@ class MixtureParts(NamedTuple):
     """A mixture.
 
     Attributes:
-        router: It chooses experts; its weight is [E, D].
+        router: It chooses experts; its weight is [E, D], and it may have a bias [E].
         experts: The experts.
         bias: float32 [E], added to probabilities where experts are chosen, or None.
         shared: The MLP that all rows visit, or None.
@@ -58,10 +60,13 @@ def mixture_of(layer: nn.Module) -> MixtureParts | None:
     mlp: Any = getattr(layer, "mlp", None) or getattr(layer, "feed_forward", None)
     parts = {name for name, _ in mlp.named_children()} if isinstance(mlp, nn.Module) else set()
     own = [name for name, _ in mlp.named_parameters(recurse=False)] if parts else []
-    if own or parts not in (ROUTED, ROUTED | SHARED) or [name for name, _ in mlp.gate.named_parameters()] != ["weight"]:
+    if own or parts - SHARED not in ROUTED or parts & SHARED not in (set(), SHARED):
+        return None
+    router = getattr(mlp, "router", None) or mlp.gate
+    if [name for name, _ in router.named_parameters()] not in (["weight"], ["weight", "bias"]):
         return None
     shared, gate = (mlp.shared_expert, mlp.shared_expert_gate) if parts >= SHARED else (None, None)
-    return MixtureParts(mlp.gate, mlp.experts, getattr(mlp, "expert_bias", None), shared, gate)
+    return MixtureParts(router, mlp.experts, getattr(mlp, "expert_bias", None), shared, gate)
 
 
 @torch.no_grad()
@@ -72,7 +77,8 @@ def routing_of(parts: MixtureParts) -> Routing | None:
     rows = torch.randn(TRIED, weight.shape[1], generator=generator).to(weight)
     try:
         _, shares, chosen = router(rows) if bias is None else router(rows, bias)
-        scores, top, scale = linear(rows, weight), router.top_k, float(getattr(router, "routed_scaling_factor", 1.0))
+        scores, top = linear(rows, weight, getattr(router, "bias", None)), router.top_k
+        scale = float(getattr(router, "routed_scaling_factor", 1.0))
     except (TypeError, ValueError, AttributeError, RuntimeError):  # another family's code, with parts of these names
         return None
     whole = shares.dtype == torch.float32 != weight.dtype

@@ -30,6 +30,8 @@ NORMS = (
 """Names of a layer's norms: before and after attention, before and after the MLP."""
 QUERY_NORMS, KEY_NORMS = ("q_norm", "q_layernorm"), ("k_norm", "k_layernorm")
 OUTPUTS = ("o_proj", "out_proj")
+SINKS = "sinks"
+"""Attention's scores of a key without a value that every row sees, one for each head."""
 ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "qkv_proj", *OUTPUTS, *QUERY_NORMS, *KEY_NORMS}
 MLPS = ("mlp", "feed_forward", "shared_mlp")
 GATE, UP, DOWN = ("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2", "output_linear")
@@ -74,7 +76,7 @@ def check_decoder(decoder: Any, on_cpu: bool = False) -> None:
     Args:
         decoder: The decoder.
         on_cpu: Layers may also be what only the CPU's kernels know: recurrent in place of attention, attention with
-            gates, and mixtures of experts.
+            gates or sinks, and mixtures of experts.
 
     Raises:
         UnusualBlockError: They have.
@@ -96,8 +98,8 @@ def check_decoder(decoder: Any, on_cpu: bool = False) -> None:
     if not attention_layers(decoder):
         raise UnusualBlockError("none of its layers has attention")
     for layer in attention_layers(decoder):
-        _know(layer.self_attn, ATTENTION_PARTS, "its attention")
-        if getattr(layer.self_attn, "sinks", None) is not None:
+        _know(layer.self_attn, ATTENTION_PARTS | {SINKS}, "its attention")
+        if getattr(layer.self_attn, SINKS, None) is not None and not on_cpu:
             raise UnusualBlockError("its attention has sinks")
         if has_gates(layer.self_attn) and not on_cpu:
             raise UnusualBlockError("its attention has gates")
@@ -234,9 +236,12 @@ def rotaries_of(decoder: Any) -> tuple[list[Rotary], list[int]]:
         if kind not in ROTARY:
             raise UnusualBlockError(f"its positions are {kind or 'of another kind'}")
 
+    halves = _are_for_halves(turns)
+
     def angles(names: Sequence[str], rows: int, like: Tensor) -> tuple[Tensor, Tensor]:
         cosines, sines = turns(like, torch.arange(rows, device=like.device)[None], *names)
-        return cosines[0].contiguous(), sines[0].contiguous()
+        cosines, sines = (torch.cat([table[0]] * (1 + halves), -1).contiguous() for table in (cosines, sines))
+        return cosines, sines
 
     names = list(by_type)
     rotaries = [Rotary(partial(angles, [] if name is None else [name])) for name in names]
@@ -264,7 +269,9 @@ def turns_pairs(decoder: Any, rotary: Rotary) -> bool:
     rotated = rotary.tables(1, last_norm(decoder).weight)[0].shape[1]
     if turn is None or not rotated:
         return False
-    head, angles = torch.arange(1.0, attention.head_dim + 1).view(1, 1, 1, -1), torch.zeros(1, 1, rotated)
+    halves = _are_for_halves(part_of(decoder, ROTARIES))
+    angles = torch.zeros(1, 1, rotated // (1 + halves))
+    head = torch.arange(1.0, attention.head_dim + 1).view(1, 1, 1, -1)
     try:
         turned, (first, rest) = turn(head, head, angles, angles + 1)[0], head.tensor_split([rotated], -1)
     except (TypeError, RuntimeError, IndexError, AttributeError) as error:  # a model's own code asks for something else
@@ -275,6 +282,15 @@ def turns_pairs(decoder: Any, rotary: Rotary) -> bool:
     if torch.equal(turned, torch.cat([torch.stack([-first[..., 1::2], first[..., ::2]], -1).flatten(-2), rest], -1)):
         return True
     raise UnusualBlockError("its positions turn heads in another way")
+
+
+def _are_for_halves(turns: Any) -> bool:
+    """Whether a column of angles is for both halves of a head (GPT-OSS), which elsewhere have a column each."""
+    frequencies = getattr(turns, "inv_freq", None)
+    if frequencies is None:
+        return False
+    columns: int = turns(frequencies, torch.zeros(1, 1, dtype=torch.int64, device=frequencies.device))[0].shape[-1]
+    return columns == len(frequencies)
 
 
 @torch.no_grad()

@@ -76,7 +76,7 @@ def read_shape(config: Any, dtype: Any = None, int8: bool = False) -> Shape:
     from transformers.initialization import no_init_weights
 
     from medusa.base.context import context_length
-    from medusa.cpu.experts import have_usual_form
+    from medusa.cpu.experts import have_known_form
 
     text, name = config.get_text_config(), config.name_or_path or config.model_type
     dtype = dtype or config.dtype or text.dtype or torch.float32
@@ -91,7 +91,7 @@ def read_shape(config: Any, dtype: Any = None, int8: bool = False) -> Shape:
     matrices = {key: weight for key, weight in inside if weight.dim() >= 2 and weight not in tables}
     layers = sum(weight.numel() for weight in matrices.values())
     experts = sum(weight.numel() for key, weight in matrices.items() if ".experts." in key)
-    others = [one for key, one in model.named_modules() if key.endswith(".experts") and not have_usual_form(one)]
+    others = [one for key, one in model.named_modules() if key.endswith(".experts") and not have_known_form(one)]
     unrounded = sum(weight.numel() for one in others for weight in one.parameters(recurse=False)) if int8 else 0
     rest = sum(weight.numel() for weight in model.parameters()) - layers - output.numel()
     total, active = _experts(text, name) if experts else (1, 1)

@@ -1,11 +1,12 @@
-"""The experts of a mixture on a CPU as one C++ call (kernels/experts.h), for families with transformers' usual experts.
+"""The experts of a mixture on a CPU as one C++ call (kernels/experts.h).
 
-Rows are equal bit by bit in passes of any size. The routers, which choose experts, stay those of the families.
+It serves families with transformers' usual experts, and GPT-OSS. Rows are equal bit by bit in passes of any size. The
+routers, which choose experts, stay those of the families.
 """
 
 import ctypes
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +19,8 @@ from medusa.cpu.packed import DTYPE, Packed, struct_of
 
 IMPLEMENTATION = "medusa"
 """Name among transformers' implementations of experts."""
-UNKNOWN = ("has_bias", "has_post_expert_norm", "is_transposed", "_is_expert_parallel")
-"""Marks of experts that the kernel does not know; some are new in transformers."""
+UNKNOWN = ("has_post_expert_norm", "_is_expert_parallel")
+"""Marks of experts that the kernel does not know."""
 _INT, _POINTER = ctypes.c_int64, ctypes.c_void_p
 
 
@@ -29,7 +30,7 @@ class Mixture(ctypes.Structure):
     _fields_ = [
         *[(name, LinearStruct) for name in ("gate_up", "down", "router", "gate")],
         *[(name, _INT) for name in ("experts", "top", "gelu", "sigmoid", "normalized", "whole_shares")],
-        ("bias", _POINTER), ("scale", ctypes.c_float),
+        ("bias", _POINTER), *[(name, ctypes.c_float) for name in ("scale", "limit", "slope")],
     ]  # fmt: skip
 
 
@@ -43,6 +44,21 @@ class _Visits(ctypes.Structure):
     ]
 
 
+class Gate(NamedTuple):
+    """How gates let pass what they let through.
+
+    Attributes:
+        gelu: Gates are GELU, not SiLU.
+        limit: The size that gates and what they let through are held to; 0 = none. With a limit (GPT-OSS), gates are
+            SiLU and what they let through is one more.
+        slope: With a limit: a factor on gates in their sigmoid.
+    """
+
+    gelu: bool
+    limit: float = 0.0
+    slope: float = 1.0
+
+
 class PackedExperts(nn.Module):
     """Frozen experts, computed by the kernel, whose weights may be packed; the tensors must not move.
 
@@ -50,32 +66,45 @@ class PackedExperts(nn.Module):
         gate_up: [E * 2 I, D] gates and up projections of all experts, one after the other.
         down: [E * D, I] down projections.
         experts: E.
-        gelu: Gates are GELU, not SiLU.
+        gate: Their gates.
         dtype: Dtype of rows and outputs; others than bfloat16 only if rows are rounded or weights plain.
+        biases: [E * 2 I] and [E * D], if they have them.
     """
 
     def __init__(
-        self, gate_up: Tensor | Packed, down: Tensor | Packed, experts: int, gelu: bool, dtype: torch.dtype = DTYPE
+        self,
+        gate_up: Tensor | Packed,
+        down: Tensor | Packed,
+        experts: int,
+        gate: Gate,
+        dtype: torch.dtype = DTYPE,
+        biases: tuple[Tensor | None, Tensor | None] = (None, None),
     ) -> None:
         super().__init__()
         self.gate_up, self.down = (
             one.for_here(one.int8) if isinstance(one, Packed) else _frozen(one) for one in (gate_up, down)
         )
-        self.experts, self.gelu, self.dtype = experts, gelu, dtype
+        self.experts, self.gate, self.dtype, self.biases = experts, gate, dtype, biases
 
     @classmethod
     def of(cls, usual: Any, packed: Mapping[str, Packed] | None = None) -> "PackedExperts":
-        """Take the place of experts (``are_usual``), with packed weights in place of those of these names."""
-        packed = packed or {}
-        gate_up = packed.get("gate_up_proj", usual.gate_up_proj.detach().flatten(0, 1))
-        down = packed.get("down_proj", usual.down_proj.detach().flatten(0, 1))
-        return cls(gate_up, down, len(usual.gate_up_proj), bool(_is_gelu(usual)), usual.gate_up_proj.dtype)
+        """Take the place of experts (``are_known``), with packed weights in place of those of these names.
+
+        Packed weights are in the kernel's order. Others are copied if theirs is another one.
+        """
+        packed, gate = packed or {}, _gate_of(usual)
+        assert gate is not None, "are_known"
+        gate_up, down = (packed.get(name) or _ordered(usual, name) for name in ("gate_up_proj", "down_proj"))
+        of_up, of_down = (
+            _ordered(usual, f"{name}_proj_bias") if usual.has_bias else None for name in ("gate_up", "down")
+        )
+        return cls(gate_up, down, len(usual.gate_up_proj), gate, usual.gate_up_proj.dtype, (of_up, of_down))
 
     def rounded(self) -> "PackedExperts":
         """LOSSY: the same experts in 8 bits, see ``medusa.cpu.int8``."""
         weights = [one if isinstance(one, Packed) else Packed.rounded(one) for one in (self.gate_up, self.down)]
         gate_up, down = (one.for_here(int8=True) for one in weights)
-        return PackedExperts(gate_up, down, self.experts, self.gelu, self.dtype)
+        return PackedExperts(gate_up, down, self.experts, self.gate, self.dtype, self.biases)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Outputs [R, D] of rows [R, D] of the dtype; see ``experts_forward``. No gradient passes through."""
@@ -86,7 +115,21 @@ class PackedExperts(nn.Module):
     @property
     def struct(self) -> Mixture:
         """The struct for the kernel, without a router."""
-        return Mixture(struct_of(self.gate_up), struct_of(self.down), experts=self.experts, gelu=self.gelu)
+        gate_up, down = map(struct_of, (self.gate_up, self.down), self.biases)
+        return Mixture(gate_up, down, experts=self.experts, **self.gate._asdict())
+
+
+def _ordered(experts: Any, name: str) -> Tensor:
+    """A parameter in the kernel's order, one expert's outputs after the other's: [E * O, I], or [E * O] of a bias."""
+    whole: Tensor = getattr(experts, name).detach()
+    if in_order(experts):
+        return whole.flatten(0, 1)
+    found = []
+    for one in whole:  # torch turns a matrix much faster than several
+        one = one.T.contiguous() if experts.is_transposed and one.dim() == 2 else one
+        interleaved = name.startswith("gate_up") and not experts.is_concatenated
+        found += [one[::2], one[1::2]] if interleaved else [one]
+    return torch.cat(found)
 
 
 def _frozen(weight: Tensor) -> nn.Parameter:
@@ -96,43 +139,63 @@ def _frozen(weight: Tensor) -> nn.Parameter:
 def use_experts(model: nn.Module) -> int:
     """Let the kernel compute the experts of a frozen model, in place; returns the number of layers that have some.
 
-    Experts of another kind, and with gradients, stay as they were.
+    Experts whose weights are in another order than the kernel's (GPT-OSS) are replaced, one layer after the other.
+    Experts of another kind, and usual ones with gradients, stay as they were.
     """
     ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, experts_forward)
-    found = [part for part in model.modules() if are_usual(part)]
-    for part in found:
-        part.config._experts_implementation_internal = IMPLEMENTATION  # type: ignore[union-attr]
+    found = [path for path, part in model.named_modules() if are_known(part)]
+    for path in found:
+        experts: Any = model.get_submodule(path)
+        if in_order(experts):
+            experts.config._experts_implementation_internal = IMPLEMENTATION
+        else:
+            model.set_submodule(path, PackedExperts.of(experts))
     return len(found)
 
 
-def have_usual_form(experts: Any) -> bool:
+def have_known_form(experts: Any) -> bool:
     """Whether these are experts that the kernel knows, wherever their weights are."""
-    if getattr(type(experts), "_apply_gate", None) is not _default_apply_gate:
-        return False
-    plain = experts.has_gate and experts.is_concatenated and not any(getattr(experts, name, False) for name in UNKNOWN)
-    return plain and _is_gelu(experts) is not None
+    return _gate_of(experts) is not None
 
 
-def are_usual(experts: Any) -> bool:
+def are_known(experts: Any) -> bool:
     """Whether these are experts that the kernel knows and whose weights it reads."""
-    weights = (experts.gate_up_proj, experts.down_proj) if have_usual_form(experts) else ()
+    weights = (experts.gate_up_proj, experts.down_proj) if have_known_form(experts) else ()
     return bool(weights) and all(type(one) is nn.Parameter and reads(one) and one.is_contiguous() for one in weights)
 
 
-def _is_gelu(experts: Any) -> bool | None:
-    """Whether gates are GELU; None = they are neither GELU nor SiLU."""
-    act = getattr(experts, "act_fn", None)
-    return GATES.get("SiLU" if act is silu else type(act).__name__)
+def in_order(experts: Any) -> bool:
+    """Whether the kernel reads the weights where they are."""
+    return experts.is_concatenated and not experts.is_transposed and not experts.has_bias
+
+
+def _gate_of(experts: Any) -> Gate | None:
+    """The gates of experts; None if these, or more of them, are of another kind."""
+    apply = getattr(type(experts), "_apply_gate", None)
+    if apply is None or not experts.has_gate or any(getattr(experts, name, False) for name in UNKNOWN):
+        return None
+    if apply is _default_apply_gate:
+        act = getattr(experts, "act_fn", None)
+        gelu = GATES.get("SiLU" if act is silu else type(act).__name__)
+        return None if gelu is None else Gate(gelu)
+    limit, slope = (getattr(experts, name, None) for name in ("limit", "alpha"))
+    if not limit or slope is None or experts.is_concatenated:
+        return None
+    tried = torch.linspace(-2 * limit, 2 * limit, 64)[torch.randperm(64, generator=torch.Generator().manual_seed(0))]
+    gates, ups = tried[::2].clamp(max=limit), tried[1::2].clamp(-limit, limit)
+    same = torch.allclose(apply(experts, tried), gates * torch.sigmoid(slope * gates) * (ups + 1))
+    return Gate(False, float(limit), float(slope)) if same else None
 
 
 def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """Outputs [R, D] of rows [R, D] that visit experts [R, K] with these shares [R, K]; see transformers' interface."""
     grows = torch.is_grad_enabled() and (hidden_states.requires_grad or self.gate_up_proj.requires_grad)
-    if grows or not are_usual(self) or hidden_states.dtype != self.gate_up_proj.dtype:
+    gate = None if grows or not are_known(self) or not in_order(self) else _gate_of(self)
+    if gate is None or hidden_states.dtype != self.gate_up_proj.dtype:
         other: Tensor = ALL_EXPERTS_FUNCTIONS["grouped_mm"](self, hidden_states, top_k_index, top_k_weights)
         return other
     weights = (LinearStruct.of(weight.flatten(0, 1)) for weight in (self.gate_up_proj, self.down_proj))
-    mixture = Mixture(*weights, experts=len(self.gate_up_proj), gelu=bool(_is_gelu(self)))
+    mixture = Mixture(*weights, experts=len(self.gate_up_proj), **gate._asdict())
     return _mix(hidden_states, top_k_index, top_k_weights, mixture)
 
 

@@ -10,6 +10,7 @@ from medusa.attention import Span, TreePlan
 from medusa.base.mixture_block import MixtureParts, mixture_of, routing_of
 from medusa.base.recurrent_block import mixer_of
 from medusa.base.usual_block import (
+    SINKS,
     UnusualBlockError,
     attention_layers,
     attention_linears,
@@ -26,7 +27,7 @@ from medusa.base.usual_block import (
 )
 from medusa.cache import BlockPool
 from medusa.cpu import native
-from medusa.cpu.experts import Mixture, PackedExperts, are_usual
+from medusa.cpu.experts import Mixture, PackedExperts, are_known
 from medusa.cpu.int8 import Int8Linear
 from medusa.cpu.mixers import Memory, Mixer
 from medusa.cpu.native import LinearStruct
@@ -163,6 +164,9 @@ class FusedPass:
         structs = [one.struct for one in linears]
         structs[len(heads) : len(heads)] = [LinearStruct()] * (4 - len(heads))
         block = Block(*structs, *[LinearStruct()] * (8 - len(structs)), *pointers, gates=gates)
+        if (sinks := getattr(getattr(layer, "self_attn", None), SINKS, None)) is not None:
+            self._keep([sinks := sinks.detach().float()])
+            block.sinks = sinks.data_ptr()
         block.whole_norms = norms.query is not None and norms.query.numel() > self._shape["dim"]
         if mixer is not None:
             self._mixers[index] = Mixer(index, mixer)
@@ -180,18 +184,19 @@ class FusedPass:
         if routing is None:
             raise UnusualBlockError(f"its router is {type(parts.router).__name__}")
         if not isinstance(experts, PackedExperts):
-            if not are_usual(experts):
+            if not are_known(experts):
                 raise UnusualBlockError(f"its experts are {type(experts).__name__}")
             experts = PackedExperts.of(experts)
         gate, bias = (
             None if parts.gate is None else _whole(parts.gate),
             None if parts.bias is None else parts.bias.float(),
         )
-        weights, plain = [experts.gate_up, experts.down], [parts.router.weight, *(gate.tensors if gate else ())]
+        router = parts.router.weight, getattr(parts.router, "bias", None)
+        weights, plain = [experts.gate_up, experts.down], [*router, *experts.biases, *(gate.tensors if gate else ())]
         self._check(weights, plain)
         self._keep([bias, *plain, *(one.parts if isinstance(one, Packed) else one for one in weights)])
         struct = experts.struct
-        struct.router, struct.top = LinearStruct.of(parts.router.weight), parts.router.top_k
+        struct.router, struct.top = LinearStruct.of(*router), parts.router.top_k
         struct.gate = LinearStruct() if gate is None else gate.struct
         struct.bias = None if bias is None else bias.data_ptr()
         struct.sigmoid, struct.normalized, struct.whole_shares, struct.scale = routing

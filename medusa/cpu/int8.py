@@ -10,7 +10,7 @@ trees and batches are as lossless as with plain weights.
 
 from torch import Tensor, nn
 
-from medusa.cpu.experts import PackedExperts, are_usual
+from medusa.cpu.experts import PackedExperts, are_known
 from medusa.cpu.native import DTYPES, available, replace_linears
 from medusa.cpu.packed import Packed, PackedEmbedding, PackedLinear
 
@@ -62,4 +62,4 @@ def round_linears(model: nn.Module, output: nn.Module | None = None) -> int:
 
 
 def _are_experts(module: nn.Module) -> bool:
-    return isinstance(module, PackedExperts) or are_usual(module)
+    return isinstance(module, PackedExperts) or are_known(module)

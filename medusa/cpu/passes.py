@@ -24,7 +24,8 @@ class Block(ctypes.Structure):
         *[
             (name, _POINTER)
             for name in (
-                "norm", "after", "mlp_norm", "mlp_after", "query_norm", "key_norm", "token_norm", "mixer", "mixture",
+                "norm", "after", "mlp_norm", "mlp_after", "query_norm", "key_norm", "token_norm", "sinks", "mixer",
+                "mixture",
             )
         ],
         *[(name, _INT) for name in ("gates", "whole_norms", "rotary", "window", "chunk", "tap")],

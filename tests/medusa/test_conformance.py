@@ -155,9 +155,9 @@ GATHERED = ("deepseek_v3",)
 """Their layers compute on what is cached before attention reads it."""
 CHAINS = ("mpt",)
 FUSED = (
-    "bamba", "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "granite", "helium", "lfm2",
-    "lfm2_moe", "llama", "ministral3", "mistral", "mixtral", "olmo2", "olmo3", "olmoe", "phi3", "qwen2", "qwen2_moe",
-    "qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "seed_oss", "smollm3",
+    "bamba", "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "gpt_oss", "granite", "helium",
+    "lfm2", "lfm2_moe", "llama", "ministral3", "mistral", "mixtral", "olmo2", "olmo3", "olmoe", "phi3", "qwen2",
+    "qwen2_moe", "qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "seed_oss", "smollm3",
 )  # fmt: skip
 """The usual block, whose whole pass our kernels compute."""
 REFUSED = ("bloom", "mamba")

@@ -11,7 +11,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from medusa import BaseModel
 from medusa.base.mixture_block import MixtureParts, mixture_of, routing_of
 from medusa.cache import CachedSequence
-from medusa.cpu.experts import IMPLEMENTATION, PackedExperts, are_usual, experts_forward, use_experts
+from medusa.cpu.experts import IMPLEMENTATION, Gate, PackedExperts, are_known, experts_forward, use_experts
 from medusa.cpu.int8 import round_linears
 from medusa.cpu.native import use_kernels
 from medusa.cpu.packed import Packed
@@ -21,30 +21,33 @@ from medusa.tree import Draft
 from tests.medusa.packed_sums import same
 from tests.medusa.test_conformance import config_of, tiny
 
-USUAL = (
-    "afmoe", "deepseek_v3", "granitemoehybrid", "lfm2_moe", "mixtral", "olmoe", "phimoe", "qwen2_moe",
+KNOWN = (
+    "afmoe", "deepseek_v3", "gpt_oss", "granitemoehybrid", "lfm2_moe", "mixtral", "olmoe", "phimoe", "qwen2_moe",
     "qwen3_5_moe_text", "qwen3_moe", "qwen3_next",
 )  # fmt: skip
 """Families with experts that the kernel knows."""
-FUSED = ("lfm2_moe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "qwen3_5_moe_text")
+FUSED = ("gpt_oss", "lfm2_moe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "qwen3_5_moe_text")
 """Those whose whole pass it computes."""
+SILU = Gate(gelu=False)
 
 
 def experts_of(family, dtype=torch.float32):
     model = copy.deepcopy(tiny(family)[0].model).to(dtype)
-    return model, [part for part in model.modules() if are_usual(part)]
+    return model, [part for part in model.modules() if are_known(part)]
 
 
-@pytest.mark.parametrize("family", [*USUAL, "gpt_oss", "nemotron_h", "llama"])
+@pytest.mark.parametrize("family", [*KNOWN, "nemotron_h", "llama"])
 def test_the_usual_experts_are_found(family):
     model, found = experts_of(family)
-    assert bool(found) == (family in USUAL)
+    assert bool(found) == (family in KNOWN)
     assert use_experts(model) == len(found)
-    assert all(part.config._experts_implementation == IMPLEMENTATION for part in found)
+    replaced = [part for part in model.modules() if isinstance(part, PackedExperts)]
+    assert bool(replaced) == (family == "gpt_oss")
+    assert all(replaced or part.config._experts_implementation == IMPLEMENTATION for part in found)
     assert IMPLEMENTATION not in model.config.to_json_string()
 
 
-@pytest.mark.parametrize("family", USUAL)
+@pytest.mark.parametrize("family", KNOWN)
 @torch.inference_mode()
 def test_hidden_states_are_the_family_s(family):
     model, _ = experts_of(family)
@@ -87,7 +90,7 @@ def test_packed_weights_give_the_sums_of_expanded_ones(kind):
         Packed.of(torch.from_numpy(quantize(torch.randn(*shape).numpy(), GGMLQuantizationType[kind])), kind)
         for shape in ((count * 2 * inner, hidden), (count * hidden, inner))
     ]
-    ours, whole = PackedExperts(*packed, count, False), PackedExperts(*(one.expand() for one in packed), count, False)
+    ours, whole = PackedExperts(*packed, count, SILU), PackedExperts(*(one.expand() for one in packed), count, SILU)
     x, shares = torch.randn(rows, hidden, dtype=torch.bfloat16), torch.rand(rows, 2)
     chosen = torch.stack([torch.randperm(count)[:2] for _ in range(rows)])
     assert same(ours(x, chosen, shares), whole(x, chosen, shares), 0.01)
@@ -135,7 +138,7 @@ def test_of_equal_experts_the_first_are_visited(normalized):
 def test_other_routers_are_not_taken_for_a_softmax():
     found = {family: mixture_of(tiny(family)[0].decoder.layers[1]) for family in FUSED}
     routing = {family: routing_of(parts) for family, parts in found.items()}
-    normalized = {"lfm2_moe", "mixtral", "qwen3_5_moe_text"}
+    normalized = {"gpt_oss", "lfm2_moe", "mixtral", "qwen3_5_moe_text"}
     assert {family for family, one in routing.items() if one.normalized} == normalized
     assert {family for family, one in routing.items() if one.sigmoid} == {"lfm2_moe"}
     assert not any(one.whole for one in routing.values()), "the dtype is that of weights"
@@ -199,6 +202,25 @@ def test_experts_are_chosen_with_a_bias_that_is_no_part_of_shares():
     pool = fused.new_pool()
     hidden = fused.run(pool, fused.plan([(Draft.chain(text), [CachedSequence(pool)])]))
     torch.testing.assert_close(hidden, base.model.model(text).last_hidden_state[0], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+@torch.inference_mode()
+def test_biases_sinks_and_limits_of_gpt_oss_are_met(replaced):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config_of("gpt_oss", swiglu_limit=0.5, swiglu_alpha=1.3)).eval()
+    for name, weight in model.named_parameters():
+        if name.endswith(("bias", "sinks")):
+            weight.normal_()  # as they are made, biases are 0
+    text = torch.tensor([[5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15]])
+    theirs = model.model(text).last_hidden_state[0]
+    if replaced:
+        assert use_experts(model) == 3
+    base = BaseModel(model, None, "gpt_oss")
+    for one in (base, base.with_fused_pass()):
+        pool = one.new_pool()
+        hidden = one.run(pool, one.plan([(Draft.chain(text), [CachedSequence(pool)])]))
+        torch.testing.assert_close(hidden, theirs, atol=1e-5, rtol=1e-5)
 
 
 def test_gradients_pass_as_before():

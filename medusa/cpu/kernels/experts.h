@@ -16,6 +16,8 @@ struct Mixture {
     int64_t whole_shares;  // 1 = shares, and products with them, are not rounded
     const float* bias;     // [experts] added to probabilities where experts are chosen, or null
     float scale;           // of shares
+    float limit, slope;    // 0, or the size that gates and what they let through are held to, and a factor on gates in their
+                           // sigmoid; what they let through is one more (GPT-OSS)
 
     int64_t hidden() const { return gate_up.in; }
     int64_t inner() const { return down.in; }
@@ -80,9 +82,16 @@ template <class T, class W> class Experts {
         thread_local Buffer<float> row;
         grow(row, inner + LANES);
         for_vectors(inner, [&](int64_t i, int here) {
-            vf gate[1] = {wide(gates + i, here)};
-            at.gelu ? tanh_gelu<T>(gate) : silu<T>(gate);
-            put(rounded(gate[0] * wide(ups + i, here), T()), &row[i], here);
+            vf gate[1] = {wide(gates + i, here)}, up = wide(ups + i, here);
+            if (at.limit) {
+                const vf most = splat(at.limit);
+                gate[0] = gate[0] > most ? most : gate[0], up = up > most ? most : up < -most ? -most : up;
+                const vf sloped[1] = {rounded(gate[0] * splat(at.slope), T())};
+                times_sigmoid<T>(gate, sloped), up = rounded(up + splat(1.f), T());
+            } else {
+                at.gelu ? tanh_gelu<T>(gate) : silu<T>(gate);
+            }
+            put(rounded(gate[0] * up, T()), &row[i], here);
         });
         W::arrange(row.data(), inner, &gated[groups[group[v]].place * W::room(inner)], W::room(inner), arranged[v], 0);
     }

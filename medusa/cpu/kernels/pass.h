@@ -19,6 +19,7 @@ struct Block {
     const void *norm, *after, *mlp_norm, *mlp_after;  // weights of norms before and after attention and the MLP, or null
     const void *query_norm, *key_norm;                // or null
     const void* token_norm;                           // of embeddings that are read in front of the state, or null
+    const float* sinks;                               // [heads] scores of a key without a value that every row sees, or null
     const Mixer* mixer;                               // or null: attention
     const Mixture* mixture;                           // or null; then the MLP is one that all rows visit, or has no outputs
     int64_t gates;                                    // 1 = a head's gate of its output follows each head of queries
@@ -216,7 +217,7 @@ template <class T, class W> class Run {  // W: how its weights are met
 
     void attend(const Block& block, const void* cached_keys, const void* cached_values, Work& work, Member& member) {
         Layer layer = any_layer();
-        layer.window = block.window, layer.chunk = block.chunk;
+        layer.window = block.window, layer.chunk = block.chunk, layer.sinks = block.sinks;
         Attention<T, W::MATRIX_UNIT>{layer, query.data(), (const T*)cached_keys, (const T*)cached_values, attended.data()}.run(work, member);
     }
 
