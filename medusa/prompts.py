@@ -84,6 +84,6 @@ def render_messages(
             return_dict=False,
             **{"add_generation_prompt": True, **(options or {})},
         )
-    except (TemplateError, TypeError, ValueError) as error:
+    except (TemplateError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"chat template of the base ({name}) refuses this: {error}") from error
     return ids

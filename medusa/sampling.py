@@ -151,7 +151,8 @@ class SamplingParams:
                 raise ValueError(f"{name} ({getattr(self, name)}) must be at least {LEAST:.3g}; raise it")
         if not is_number(self.repetition_penalty) or not 0 < self.repetition_penalty <= LARGEST:
             raise ValueError(
-                f"repetition_penalty ({self.repetition_penalty!r}) must be a number above 0; give 1 to switch it off"
+                f"repetition_penalty ({self.repetition_penalty!r}) must be a number above 0, up to {LARGEST}; give 1 to"
+                " switch it off"
             )
 
     def seeded(self) -> "SamplingParams":
@@ -301,7 +302,7 @@ def check_whole(name: str, value: object) -> None:
 def check_range(name: str, value: object, low: float, high: float) -> None:
     """Check that a value is a finite number in its range."""
     if not is_number(value) or not low <= value <= high or value > LARGEST:
-        raise ValueError(f"{name} ({value}) must be between {low} and {high}; correct it")
+        raise ValueError(f"{name} ({value}) must be between {low} and {min(high, LARGEST)}; correct it")
 
 
 def is_number(value: object) -> TypeGuard[float]:

@@ -180,7 +180,8 @@ class Engine:
             waiting = sum(not job.admitted for job in self._jobs.values())
             free = self.settings.max_batch - (len(self._jobs) - waiting)
             if waiting >= self.settings.max_waiting + max(0, free):
-                message = f"queue ({waiting} requests) is full; try again later"
+                most = self.settings.max_waiting
+                message = f"queue is full ({most} requests wait, besides those that run); try again later"
                 raise BusyError(message, self.metrics.seconds_per_request())
         except (ValueError, BusyError) as error:
             self.metrics.refused(error)

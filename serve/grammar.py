@@ -11,7 +11,7 @@ from torch import Tensor
 
 from medusa import BaseModel
 from medusa.engine.constraint import Constraint
-from medusa.serve.schema import check_schema
+from medusa.serve.schema import MOST_OPTIONAL, check_schema, optional
 
 if TYPE_CHECKING:
     import xgrammar
@@ -56,6 +56,8 @@ class Grammars:
             ValueError: The grammar is invalid.
         """
         _check_size("grammar", ebnf)
+        if any(optional(rule) > MOST_OPTIONAL for rule in ebnf.split("::=")):
+            raise ValueError(f"grammar has a rule with more than {MOST_OPTIONAL} optional or repeated parts; divide it")
         compiled = self._compiled(lambda it: it.compile_grammar(ebnf))
         return lambda: Following(compiled)
 

@@ -148,11 +148,9 @@ class Completion:
             logprobs: Log-probabilities of each, if the request asks for them.
             draft_tokens: Number of drafted tokens.
         """
-        output, pieces = self.output, []
+        output, pieces, before = self.output, [], len(self.output.tokens)
         output.steps += 1
         output.draft_tokens += draft_tokens
-        output.accepted += [0] * (len(tokens) - len(output.accepted))
-        output.accepted[len(tokens) - 1] += 1
         for index, token in enumerate(tokens):
             output.tokens.append(token)
             self._decoded.append(token)
@@ -165,6 +163,9 @@ class Completion:
                 pieces += self._new_text()
             if not self.active:
                 break
+        accepted = min(len(output.tokens) - before, len(tokens) - 1)  # those behind the end do not count
+        output.accepted += [0] * (accepted + 1 - len(output.accepted))
+        output.accepted[accepted] += 1
         if output.logprobs is not None:
             output.logprobs += logprobs[: len(output.tokens) - len(output.logprobs)]
         if self.active and output.steps == self._max_steps:

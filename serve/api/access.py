@@ -12,7 +12,7 @@ from fastapi import Request
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from medusa.serve.api.errors import ApiError
+from medusa.serve.api.errors import ApiError, refused
 from medusa.serve.settings import ApiSettings
 
 logger = logging.getLogger("medusa.serve.requests")
@@ -54,15 +54,19 @@ async def check_text(request: Request) -> None:
     """Check that a body's texts have whole characters: JSON can hold halves of them, which tokenizers cannot read.
 
     Raises:
-        ApiError: There is half of a character.
+        ApiError: There is half of a character, or the body is not in UTF-8.
     """
-    if rb"\ud" in (await request.body()).lower():
-        with suppress(json.JSONDecodeError):
+    body = await request.body()
+    try:
+        body.decode()
+    except UnicodeDecodeError as error:
+        raise refused(f"body is not in UTF-8 ({error.reason} at byte {error.start}); send UTF-8") from error
+    if rb"\ud" in body.lower():
+        with suppress(json.JSONDecodeError, RecursionError):  # FastAPI refuses the former, and reads the latter or not
             try:
                 json.dumps(await request.json(), ensure_ascii=False).encode()
             except UnicodeEncodeError as error:
-                message = "body holds half of a character (a lone surrogate); send whole ones"
-                raise ApiError(HTTPStatus.BAD_REQUEST, message) from error
+                raise refused("body holds half of a character (a lone surrogate); send whole ones") from error
 
 
 def _same(ours: str, theirs: str) -> bool:

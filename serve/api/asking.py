@@ -19,6 +19,8 @@ DRAFTING = SPECULATION & SpeculationBody.model_fields.keys() - {"tree"}
 """Fields of ``speculation`` with the meaning of ``Speculation``'s."""
 CHOOSING = SAMPLING & Sampling.model_fields.keys() - {"seed", "logit_bias"}
 """Fields with the meaning of ``SamplingParams``'s."""
+MOST_DIGITS = 18
+"""Most digits of a token id."""
 MOST_NODES = EngineConfig().tree_reserve // 2
 """Most nodes of a tree; the cache has room for two such trees after a text."""
 
@@ -59,6 +61,9 @@ def ask(service: Service, body: Sampling, wanted: Wanted, client: str) -> list[A
     count, settings = (body.n or 1) * len(wanted.prompts), service.settings
     if count > settings.max_n:
         raise refused(f"n ({count} completions) exceeds the limit ({settings.max_n}); ask for fewer", "n")
+    room = service.engine.settings.max_batch + service.engine.settings.max_waiting
+    if count > room:
+        raise refused(f"n ({count} completions) exceeds what the server can hold ({room}); ask for fewer", "n")
     if body.stream_options is not None and not body.stream:
         raise refused("stream_options needs stream; set stream, or leave it out", "stream_options")
     try:
@@ -111,12 +116,18 @@ def _speculation(service: Service, body: Sampling, predicted: Sequence[int]) -> 
 
 def _bias(service: Service, body: Sampling) -> dict[int, float] | None:
     try:
-        bias = {int(token): value for token, value in (body.logit_bias or {}).items()}
+        bias = {_index(token): value for token, value in (body.logit_bias or {}).items()}
         service.engine.model.base.check_tokens("logit_bias", bias)
     except ValueError as error:
-        message = str(error) if "token id" in str(error) else f"logit_bias: {error}; its keys are token ids"
-        raise refused(message, "logit_bias") from error
+        raise refused(str(error), "logit_bias") from error
     return bias or None
+
+
+def _index(token: str) -> int:
+    """The token id that a key of ``logit_bias`` names."""
+    if not token.isascii() or not token.isdigit() or len(token) > MOST_DIGITS:  # Python would take more for a number
+        raise ValueError(f"logit_bias: key ({token[: 2 * MOST_DIGITS]}) is not a number; its keys are token ids")
+    return int(token)
 
 
 def _params(body: Sampling, wanted: Wanted, longest: int, bias: dict[int, float] | None) -> SamplingParams:

@@ -82,9 +82,9 @@ class CallReader:
             self._take(len(said) + len(tag))
             self._read = self._head
             return
-        if not last:
-            said = said[: len(said) - _held(said)].rstrip()
-        elif self.called:
+        if not last or self.called or self._calls.required:  # what may begin a call that was cut off is no text
+            said = said[: len(said) - _held(said)]
+        if not last or self.called:
             said = said.rstrip()
         yield Said(self._take(len(said)))
 

@@ -1,6 +1,5 @@
 """Converts ``response_format`` and tools to constraints of completions."""
 
-import asyncio
 from collections.abc import Callable
 from typing import Any
 
@@ -11,8 +10,11 @@ from medusa.serve.api.protocol import ChatRequest, CompletionRequest
 from medusa.serve.api.service import Service
 from medusa.serve.api.tools import Calls, parameters
 from medusa.serve.grammar import MOST_SPACES, Grammars
+from medusa.serve.threads import Threads
 
 Made = Callable[[], Constraint]
+COMPILING, MOST_SECONDS = 4, 30.0
+"""Grammars that are compiled at a time, and seconds until one is refused."""
 
 
 async def constraint_of(
@@ -36,10 +38,15 @@ async def constraint_of(
     if body.ignore_eos:
         raise refused("ignore_eos cannot be combined with a format, which ends the answer; leave it out", "ignore_eos")
     try:
-        return await asyncio.to_thread(_compiled, service.grammars, wanted, calls)
+        return await _threads.run(lambda: _compiled(service.grammars, wanted, calls), MOST_SECONDS)
+    except TimeoutError:
+        raise refused("grammar or schema takes too long to compile; make it simpler", "response_format") from None
     except (ValueError, TypeError, RecursionError) as error:
         message = str(error) or "schema cannot be read; correct it"
         raise refused(message, "tools" if calls.tools else "response_format") from error
+
+
+_threads = Threads(COMPILING)
 
 
 def _compiled(grammars: Grammars, wanted: ResponseFormat | None, calls: Calls) -> Made:
@@ -68,7 +75,8 @@ def _schema(wanted: ResponseFormat) -> dict[str, Any]:
     if wanted.type == "json_object":
         return {"type": "object"}
     if wanted.json_schema is None:
-        raise ValueError(f"response_format ({wanted.type}) is incomplete; give its schema")
+        missing = "grammar" if wanted.type == "grammar" else "schema"
+        raise ValueError(f"response_format ({wanted.type}) is incomplete; give its {missing}")
     return wanted.json_schema.schema_
 
 

@@ -110,6 +110,10 @@ def as_api_error(error: Exception) -> ApiError:
                 return refused("body is not a JSON object; send one, with the header Content-Type: application/json")
             place = "" if wrong["type"] == "json_invalid" else _place(wrong["loc"])
             message = REASONS.get(wrong["type"], wrong["msg"])
+            if {"int_type", "float_type"} <= {
+                one["type"] for one in error.errors() if one["loc"][:2] == wrong["loc"][:2]
+            }:
+                message = "Input should be a number"
             return refused(f"{place}: {message}" if place else message, place or None)
         case ValueError():
             return refused(str(error))

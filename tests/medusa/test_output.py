@@ -28,3 +28,10 @@ def test_a_piece_tells_whether_its_last_token_was_drafted(tokenizer):
     completion = Completion(tokenizer, 1, SamplingParams(max_new_tokens=20), 100, frozenset(), incremental=True)
     pieces = [piece for said in ("a", "bcd") for piece in completion.extend(tokenizer(said).input_ids)]
     assert [piece.drafted for piece in pieces] == [False, True, True, False]
+
+
+@pytest.mark.parametrize(("most", "accepted"), [(2, [0, 0, 1]), (3, [0, 0, 0, 1]), (9, [0, 0, 0, 1])])
+def test_draft_tokens_behind_the_end_do_not_count_as_accepted(tokenizer, most, accepted):
+    completion = Completion(tokenizer, 1, SamplingParams(max_new_tokens=most), 100, frozenset())
+    completion.extend(tokenizer("abcd").input_ids, draft_tokens=3)
+    assert completion.output.accepted == accepted

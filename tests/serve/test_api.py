@@ -220,6 +220,15 @@ def test_bodies_that_are_none(live):
     for place in ("v1/chat/completions", "v1/completions", "tokenize"):
         half = httpx.post(f"{live.url}/{place}", content=rb'{"model": "\uD83D", "prompt": "\ud83d"}', headers=JSON)
         assert half.status_code == 400 and "half of a character" in half.json()["error"]["message"]
+    for content in (b'{"prompt": "a\xed\xa0\x80b"}', '{"prompt": "a"}'.encode("utf-16")):
+        other = httpx.post(f"{live.url}/tokenize", content=content, headers=JSON)
+        assert other.status_code == 400 and "body is not in UTF-8" in other.json()["error"]["message"]
+    for levels in (800, 968, 3000):
+        nested = b'{"a":' * levels + b"{}" + b"}" * levels
+        body = (
+            b'{"model": "small", "messages": [{"role": "user", "content": "\\ud83d\\ude00"}], "chat_template_kwargs": '
+        )
+        assert httpx.post(url, content=body + nested + b"}", headers=JSON).status_code in (200, 400)
     whole = {"prompt": "\U0001f600 \\ud83d"}  # a pair of escapes, and an escaped backslash
     assert httpx.post(f"{live.url}/tokenize", content=json.dumps(whole), headers=JSON).status_code == 200
     huge = post(live, text="x" * 200_000)
@@ -301,7 +310,7 @@ def test_a_full_queue_is_429(speaker):
         third = post(live)
         assert third.status_code == 429 and int(third.headers["retry-after"]) >= 1
         error = third.json()["error"]
-        assert error["type"] == "rate_limit_error" and "queue (1 requests) is full" in error["message"]
+        assert error["type"] == "rate_limit_error" and "queue is full (1 requests wait" in error["message"]
 
 
 def test_clients_that_vanish_leave_nothing_behind(live):

@@ -58,7 +58,12 @@ def test_what_was_not_asked_for_fits_always(live):
         (CHAT, {"seed": 2**63}, "seed", "less than"),
         (CHAT, {"seed": -(2**63) - 1}, "seed", "greater than"),
         (CHAT, {"logit_bias": {"1.5": 1}}, "logit_bias", "its keys are token ids"),
-        (CHAT, {"logit_bias": {"-1": 1}}, "logit_bias", "token id (-1)"),
+        (CHAT, {"logit_bias": {"-1": 1}}, "logit_bias", "its keys are token ids"),
+        (CHAT, {"logit_bias": {"1_0": 1}}, "logit_bias", "its keys are token ids"),
+        (CHAT, {"logit_bias": {"99999": 1}}, "logit_bias", "token id (99999)"),
+        (CHAT, {"temperature": "1"}, "temperature", "should be a number"),
+        (CHAT, {"temperature": 1e300}, "temperature", "must be between 0.0 and 4611686018427387904"),
+        (CHAT, {"response_format": {"type": "grammar"}}, "response_format", "give its grammar"),
         (CHAT, {"tool_choice": "auto"}, "tool_choice", "needs tools"),
         (
             CHAT,

@@ -172,6 +172,22 @@ def test_masks_of_trees_are_those_of_their_paths(grammars, base):
         ({"type": "string", "pattern": "(" * 99 + "a" + ")" * 99}, "pattern has more than 2048 characters or 32"),
         ({"type": "string", "pattern": "a" * 3000}, "pattern has more than"),
         ({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}, "no text follows it"),
+        ({"type": "object", "required": ["b"]}, r"required \(b\) is not supported without its schema"),
+        ({"$ref": "https://example.com/a.json"}, "not within the schema"),
+        ({"$ref": "#/$defs/n", "minimum": 5, "$defs": {"n": {"type": "integer"}}}, "minimum is not supported beside"),
+        ({"anyOf": [{"type": "null"}], "properties": {}}, "properties is not supported beside anyOf"),
+        ({"anyOf": []}, "anyOf of nothing"),
+        ({"type": "integer", "allOf": [{"enum": [1]}]}, "type is not supported beside allOf of other types"),
+        ({"type": "string", "enum": ["a", 1]}, "values of another type"),
+        ({"minimum": 5}, "minimum is not supported without a type"),
+        ({"type": "integer", "minimum": 0, "multipleOf": 5}, "beside one bound alone"),
+        ({"type": "integer", "multipleOf": 1.5}, r"multipleOf \(1.5\) is not a whole number"),
+        ({"type": "string", "maxLength": -1}, "a negative length"),
+        ({"properties": {"a": {}}, "patternProperties": {"^a": {}}}, "patternProperties is not supported beside"),
+        ({"properties": {"a": {}}, "propertyNames": {"enum": ["b"]}}, "propertyNames is not supported beside"),
+        ({"type": "string", "pattern": 'say "x"'}, "pattern with quotes, backslashes or control characters"),
+        ({"type": "string", "pattern": r"a\nb"}, "pattern with quotes, backslashes or control characters"),
+        ({"type": "string", "pattern": "[a-z]?" * 200}, "pattern has more than 128 optional or repeated parts"),
         ({"enum": ["a" * 40_000]}, r"schema \(40\d+ characters\) exceeds the limit"),
         (functools.reduce(lambda inner, _: {"items": inner}, range(40), {}), "nested more than 32 times"),
     ],
@@ -179,6 +195,29 @@ def test_masks_of_trees_are_those_of_their_paths(grammars, base):
 def test_schemas_that_would_not_be_followed_are_refused(grammars, schema, message):
     with pytest.raises(ValueError, match=message):
         grammars.json_schema(schema)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "string", "pattern": r'^[^"\\]+$'},
+        {"type": "string", "pattern": r"\d{4}-\d\d"},
+        {"type": "integer", "minimum": 0, "maximum": 20, "multipleOf": 5},
+        {"type": ["integer", "null"], "enum": [1, 2.0, None]},
+        {"type": "object", "anyOf": [{"type": "object", "properties": {"a": {"const": 1, "title": "A"}}}]},
+        {"allOf": [{"$ref": "#/$defs/a"}], "description": "a", "default": 1, "$defs": {"a": {"type": "integer"}}},
+        {"type": "object", "additionalProperties": {"anyOf": [{"type": "integer"}, {"type": "null"}]}},
+    ],
+)
+def test_schemas_as_clients_write_them_are_taken(grammars, schema):
+    assert grammars.json_schema(schema)()
+
+
+def test_rules_that_would_take_minutes_are_refused(grammars):
+    with pytest.raises(ValueError, match="more than 128 optional or repeated parts; divide it"):
+        grammars.grammar("root ::= " + '"a"? ' * 200)
+    rules = "".join(f'r{number} ::= "a"? "b"?\n' for number in range(100))
+    assert grammars.grammar(rules + 'root ::= r1 "c"')()
 
 
 @pytest.mark.parametrize("text", ["", "root ::= x", 'other ::= "a"', "root := 5", "root ::= root"])

@@ -33,9 +33,7 @@ template <class T> static void choose(const Mixture& at, const T* scores, int64_
     for (int64_t e = 0; e < at.experts; e++) largest = std::max(largest, widen(scores[e]));
     for_vectors(at.experts, [&](int64_t i, int here) {
         const vf score = wide(scores + i, here);
-        vf one[1] = {splat(1.f)}, gate[1] = {score};
-        if (at.sigmoid) times_sigmoid<T>(one, gate);
-        put(at.sigmoid ? one[0] : exponential(score - splat(largest)), &probability[i], here);
+        put(at.sigmoid ? sigmoid<T>(score) : exponential(score - splat(largest)), &probability[i], here);
     });
     for (int64_t e = 0; e < at.experts; e++) all += probability[e];
     int64_t count = 0;

@@ -64,9 +64,7 @@ template <class T> struct Mixing {
                 unit(&mixed[i], 1 / std::sqrt(float(at.keys)), query + i), unit(&mixed[all_keys + i], 1, key + i);
             copied(mixed.data() + 2 * all_keys, outputs(), memory.value + r * outputs());
             for_vectors(at.heads, [&](int64_t h, int here) {
-                vf open[1] = {splat(1.f)}, gate[1] = {wide(rates_of(r) + h, here)};
-                times_sigmoid<T>(open, gate);
-                put(open[0], memory.rate + r * at.heads + h, here);
+                put(sigmoid<T>(wide(rates_of(r) + h, here)), memory.rate + r * at.heads + h, here);
             });
             for (int64_t h = 0; h < at.heads; h++)
                 memory.decay[r * at.heads + h] = at.slopes[h] * softplus(widen(decays_of(r)[h]) + at.steps[h]);

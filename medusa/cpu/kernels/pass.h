@@ -275,9 +275,8 @@ template <class T, class W> class Run {  // W: how its weights are met
         const T* gates = &projected[r * width(block) + at.dim];
         for (int64_t h = 0; h < at.heads; h++)
             for_vectors(at.dim, [&](int64_t d, int here) {
-                vf open[1] = {splat(1.f)}, gate[1] = {wide(gates + 2 * h * at.dim + d, here)};
-                times_sigmoid<T>(open, gate);
-                put(rounded(wide(&attended[r * queries + h * at.dim + d], here) * open[0], T()), to + h * at.dim + d, here);
+                const vf open = sigmoid<T>(wide(gates + 2 * h * at.dim + d, here));
+                put(rounded(wide(&attended[r * queries + h * at.dim + d], here) * open, T()), to + h * at.dim + d, here);
             });
     }
 
@@ -317,12 +316,12 @@ template <class T, class W> class Run {  // W: how its weights are met
 
     // What a row gets from its experts, and from the one that all rows visit, times the sigmoid of its gate.
     void add_mixed(const Mixture& here, int64_t r) {
-        vf open[1] = {splat(1.f)}, gate[1] = {splat(widen(scores[r * (here.experts + 1) + here.experts]))};
-        if (here.gate.outputs) times_sigmoid<T>(open, gate);
+        vf open = splat(1.f);
+        if (here.gate.outputs) open = sigmoid<T>(splat(widen(scores[r * (here.experts + 1) + here.experts])));
         const Sum<T> sums{&stream[r * at.hidden], at.residual};
         for_vectors(at.hidden, [&](int64_t i, int count) {
             vf all = wide(&mixed[r * at.hidden + i], count);
-            if (here.gate.outputs) all = rounded(all + rounded(wide(&projected[r * at.hidden + i], count) * open[0], T()), T());
+            if (here.gate.outputs) all = rounded(all + rounded(wide(&projected[r * at.hidden + i], count) * open, T()), T());
             put(all, sums + i, count);
         });
     }

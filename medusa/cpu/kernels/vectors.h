@@ -256,6 +256,12 @@ template <class T, int N> [[gnu::always_inline]] static inline void times_sigmoi
     EACH below[i] = inverse(splat(1.f) + e[i]);
     EACH x[i] = rounded(x[i] * ((y[i] < vf{} ? e[i] : splat(1.f)) * below[i]), T());
 }
+template <class T> static inline vf sigmoid(vf y) {
+    vf one[1] = {splat(1.f)};
+    const vf at[1] = {y};
+    times_sigmoid<T>(one, at);
+    return one[0];
+}
 template <class T, int N> [[gnu::always_inline]] static inline void silu(vf (&x)[N]) { times_sigmoid<T>(x, x); }
 
 // GELU's approximation by tanh (Hendrycks and Gimpel 2016), x / 2 * (1 + tanh(y / 2)), which is x times a sigmoid.

@@ -1,0 +1,46 @@
+"""Work for other threads that may take too long, and cannot be stopped then."""
+
+import asyncio
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+Result = TypeVar("Result")
+PAUSE = 0.01
+"""Seconds between two looks for a free place."""
+
+
+class Threads:
+    """Runs functions in daemon threads, which keep neither other work nor the end of the process waiting.
+
+    Args:
+        most: Functions that run at a time, also those that nobody waits for any more.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._places = threading.BoundedSemaphore(most)
+
+    async def run(self, function: Callable[[], Result], seconds: float) -> Result:
+        """Run a function, and return its result.
+
+        Raises:
+            TimeoutError: It did not end, or not begin, in this time. It goes on, and keeps its place.
+        """
+        async with asyncio.timeout(seconds):
+            while not self._places.acquire(blocking=False):
+                await asyncio.sleep(PAUSE)
+            found = Future[Result]()
+            threading.Thread(target=self._run, args=(function, found), daemon=True).start()
+            return await asyncio.wrap_future(found)
+
+    def _run(self, function: Callable[[], Result], found: "Future[Result]") -> None:
+        found.set_running_or_notify_cancel()
+        try:
+            result = function()
+        except Exception as error:  # noqa: BLE001, whoever waits gets it
+            found.set_exception(error)
+        else:
+            found.set_result(result)
+        finally:
+            self._places.release()
