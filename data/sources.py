@@ -149,7 +149,7 @@ def samples(source: Source, tokenizer: PreTrainedTokenizerBase) -> Iterator[Samp
 def _sample(ids: list[Any], mask: list[Any], vocabulary: int, prompts: bool) -> Sample:
     if len(ids) != len(mask):
         raise ValueError(f"input_ids ({len(ids)}) and loss_mask ({len(mask)}) differ in length; write one mark per id")
-    if not all(isinstance(token, int) and 0 <= token < vocabulary for token in ids):
+    if not all(type(token) is int and 0 <= token < vocabulary for token in ids):
         raise ValueError(f"input_ids hold a value outside 0..{vocabulary - 1}; tokenize with the base's own tokenizer")
     if any(mark not in (0, 1) for mark in mask):
         raise ValueError("loss_mask holds a value other than 0 and 1; write 1 for each token to be predicted, else 0")
@@ -165,7 +165,7 @@ def _tokens(record: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, promp
             raise ValueError("input_ids and loss_mask must be lists; write one mark per id")
         return [(given, marks)]
     turns = conversation(record)
-    if turns is None and record.keys() == {"prompt"}:
+    if turns is None and "prompt" in record and "text" not in record:
         if not prompts:
             raise NoAnswerError("it is a prompt alone")
         turns = [{"role": "user", "content": plain_text(record["prompt"])}]

@@ -67,7 +67,12 @@ class Best:
         """Whether the last so many evaluations brought nothing better than the best one."""
         if not self._patience or not self._seen:
             return False
-        return self._seen[-1][1] - _best_step(self._seen) >= self._patience * self._every
+        return self._seen[-1][1] - self.step >= self._patience * self._every
+
+    @property
+    def step(self) -> int:
+        """The step of the best heads."""
+        return _best_step(self._seen)
 
     def weights(self, figures: Mapping[str, Any]) -> dict[str, Tensor] | None:
         """Weights of the best heads, if these are better than the last ones, whose figures are given; else None."""

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 from safetensors import SafetensorError
 
+from medusa.data.yaml_file import read_yaml
 from medusa.files import replace_text, sweep
 from medusa.train.config import Recipe
 from medusa.train.recipe_file import RecipeError, differences
@@ -84,8 +85,14 @@ class RunDirectory:
             raise RecipeError(
                 f"run directory ({self.path}) has checkpoints and no recipe.yaml; copy the whole directory"
             )
-        stored = yaml.safe_load(self._recipe.read_text(encoding="utf-8"))
-        if changed := differences(recipe, stored):
+        try:
+            changed = differences(recipe, read_yaml(self._recipe))
+        except (OSError, ValueError, AttributeError, TypeError):  # no YAML, or not of a recipe's form
+            raise RecipeError(
+                f"recipe ({self._recipe}) is damaged; copy it from a backup, or give another directory (--recipe.run"
+                " DIR)"
+            ) from None
+        if changed:
             raise RecipeError(
                 f"run directory ({self.path}) holds a run of another recipe:\n  "
                 + "\n  ".join(changed)

@@ -265,7 +265,8 @@ class Trainer:
         found = self.evaluate(heads := self._trained_heads())
         if (weights := self.best.weights(found)) is not None:
             heads.load_state_dict(weights)
-            found = self.evaluate(heads)
+            found = self.evaluate(heads) | {"heads_step": self.best.step}
+            LOGGER.info("heads of step %d were the best, and are written", self.best.step)
         figures = {"step": self.step, "steps": self.total, "train_seconds": self.seconds} | found
         self.workers.stop.raise_if_agreed(self.step)
         if self.workers.rank == 0:

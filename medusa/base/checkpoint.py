@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
@@ -101,6 +102,8 @@ def read_checkpoint(
     except pickle.UnpicklingError as error:
         told = "a file that is damaged, or a pickle of more than tensors"
         raise ValueError(f"base ({name}) has {told}; download it again, or give its weights as safetensors") from error
+    except StrictDataclassError as error:
+        raise ValueError(f"base ({name}) has an odd config: {' '.join(str(error).split())}; {_remedy(path)}") from error
     except (OSError, EOFError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
         raise ValueError(f"base ({name}) cannot be loaded: {error}; {_remedy(path)}") from error
     if adapter:

@@ -8,6 +8,7 @@ import hashlib
 import logging
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from medusa.base import gguf
@@ -24,6 +25,8 @@ FILES = (CONFIG, WEIGHTS, "*.jinja", "token*", "vocab*", "merges.txt", "special_
 """Files of an adapter: those that are downloaded, and whose change makes a new merge."""
 BASE_FILES = ("*.json", "*.safetensors", "*.jinja")
 """Files of a base whose change makes a new merge."""
+INNER = ".language_model."
+"""The language model's place in a model that also reads pictures, of which only that part is loaded."""
 LAYOUT = 1
 """Version of merged directories; directories of other versions are not touched."""
 
@@ -153,10 +156,27 @@ def _merge(adapter: Path, below: str, directory: Path) -> None:
             f"adapter ({adapter}) has a tokenizer of {len(tokenizer)} tokens and the model {rows}: embeddings of the"
             " others are missing; save the adapter with save_embedding_layers=True"
         )
-    model = apply_adapter(model, adapter)
+    with TemporaryDirectory() as place:
+        model = apply_adapter(model, _of_language_model(adapter, model, Path(place)))
     directory.mkdir()
     save_expanded(model, directory)
     tokenizer.save_pretrained(directory)
+
+
+def _of_language_model(adapter: Path, model: "PreTrainedModel", place: Path) -> Path:
+    """The adapter, or a copy in ``place`` without what only the model with pictures has, from which it was trained."""
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(adapter / WEIGHTS)
+    parts = {name for name, _ in model.named_modules()}
+    if not any(INNER in name for name in tensors) or any(f".{name}.".endswith(INNER) for name in parts):
+        return adapter
+    save_file({name.replace(INNER, "."): tensor for name, tensor in tensors.items() if INNER in name}, place / WEIGHTS)
+    config = (adapter / CONFIG).read_text(encoding="utf-8")
+    (place / CONFIG).write_text(
+        config.replace("language_model.", "").replace("language_model\\\\.", ""), encoding="utf-8"
+    )
+    return place
 
 
 def _fitted(model: "PreTrainedModel", weights: Path) -> "PreTrainedModel":

@@ -427,6 +427,11 @@ class BaseModel:
         return self._output.linear
 
     @property
+    def logit_scale(self) -> float:
+        """The family's factor on logits, 1 in most."""
+        return self._output.scale
+
+    @property
     def matrices(self) -> Matrices | None:
         """The weights of embeddings and output layer; None if these layers compute more."""
         embeddings, output = self._embeddings, self._output.matrices

@@ -41,13 +41,16 @@ class OutputLayer:
     Args:
         lm_head: The linear layer [V, D]; its weights are not copied.
         config: Config of the language model.
+
+    Attributes:
+        scale: The family's factor on logits.
     """
 
     def __init__(self, lm_head: nn.Module, config: PreTrainedConfig) -> None:
         self._lm_head = lm_head
-        self._scale = float(getattr(config, "logit_scale", None) or 1.0)
+        self.scale = float(getattr(config, "logit_scale", None) or 1.0)
         scaling = float(getattr(config, "logits_scaling", None) or 1.0)  # Granite's divides
-        self._scale *= scaling if config.model_type == "hyperclovax" else 1 / scaling
+        self.scale *= scaling if config.model_type == "hyperclovax" else 1 / scaling
         self._cap: float | None = getattr(config, "final_logit_softcapping", None)
         self._kernel: LinearKernel | None = None
         if isinstance(lm_head, NativeLinear):
@@ -78,7 +81,7 @@ class OutputLayer:
     def matrices(self) -> tuple[Tensor | Packed, Tensor | None] | None:
         """Weight and bias, if logits are hidden state times weight plus bias and nothing more; otherwise None."""
         layer = self._lm_head
-        if self._scale != 1.0 or self._cap:
+        if self.scale != 1.0 or self._cap:
             return None
         if isinstance(layer, PackedLinear):
             return layer.packed, layer.bias
@@ -106,8 +109,8 @@ class OutputLayer:
         return lambda hidden: self._as_given(linear(hidden.to(weight.dtype)))
 
     def _as_given(self, logits: Tensor) -> Tensor:
-        if self._scale != 1.0:
-            logits = logits * self._scale
+        if self.scale != 1.0:
+            logits = logits * self.scale
         if self._cap:
             logits = self._cap * torch.tanh(logits / self._cap)
         return logits

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 
 from medusa.base.model import BaseModel
@@ -84,13 +85,16 @@ class DraftFormat(Format):
 
     def _read(self, directory: Path) -> tuple[HeadsConfig, dict[str, Tensor]]:
         values = read_config_file(directory)
-        tensors = read_tensors(sorted(directory.glob("*.safetensors")) or [directory / PICKLE])
+        old = directory / PICKLE
+        tensors = read_tensors(
+            sorted(directory.glob("*.safetensors")) or [old if old.is_file() else directory / WEIGHTS]
+        )
         try:
             return self.heads(values, tensors)
         except (AttributeError, KeyError, RuntimeError, TypeError) as error:
             why = f"{error} is missing or wrong"
-        except ValueError as error:
-            why = str(error)
+        except (ValueError, StrictDataclassError) as error:  # the latter of a config of transformers
+            why = " ".join(str(error).split())
         raise ValueError(f"{self.title} ({directory}) cannot be loaded: {why}; give another draft, or copy it again")
 
 

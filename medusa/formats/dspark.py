@@ -25,6 +25,7 @@ from medusa.heads import DraftHeads, HeadsConfig
 from medusa.heads.blocks import unit_embeddings
 from medusa.heads.layer import LayerConfig
 from medusa.heads.markov import behind_output
+from medusa.sampling import is_whole
 
 TAPS = "aux_hidden_state_layer_ids"
 NAMES = {"fusion": "fc", "text_norm": "hidden_norm", "output_norm": "norm"}
@@ -40,6 +41,8 @@ LAYER_NAMES = {
 """The format's names of a layer's modules."""
 BEFORE, AFTER = "markov_head.markov_w1.weight", "markov_head.markov_w2.weight"
 OUTPUT = "lm_head.weight"
+MOST_ROWS = 1024
+"""Most rows of a block that are read, far more than any draft needs."""
 CONFIDENCE = "confidence_head."
 
 
@@ -104,6 +107,10 @@ class Dspark(DraftFormat):
         for right, what in (
             (values.get("sample_from_anchor"), "does not guess from its first row (sample_from_anchor)"),
             (values.get("markov_head_type") == "vanilla", "has another correction than one matrix behind a table"),
+            (
+                not is_whole(values["block_size"]) or values["block_size"] <= MOST_ROWS,
+                f"guesses more than {MOST_ROWS} tokens ahead",
+            ),
             (0 not in values[TAPS], "reads the base's embeddings as a layer"),
         ):
             if not right:

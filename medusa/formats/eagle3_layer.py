@@ -69,7 +69,8 @@ def tensors_of(export: Export, name: str) -> dict[str, Tensor]:
     else:
         output = base_output(export, name)
         rows = output if ids_V is None else output[ids_V.to(output.device)]
-        tensors["lm_head.weight"] = rows.to(state["gain"]) * state["gain"]
+        assert export.base is not None, "base_output"
+        tensors["lm_head.weight"] = rows.to(state["gain"]) * state["gain"] * export.base.logit_scale
     return tensors | vocabulary_tensors(heads)
 
 

@@ -224,6 +224,7 @@ def _training(told: Mapping[str, Any]) -> list[Row]:
         ("data", published(str(_at(told, "data", "source") or "")) or None),
         ("rows", _times(_at(told, "data", "rows"), _at(told, "data", "row_tokens"), " tokens")),
         *((name.replace("_", " "), _at(told, "totals", name)) for name in ("steps", "epochs", "useful_tokens")),
+        ("step of these heads, the best ones", _at(told, "figures", "heads_step")),
         *((name, _at(told, "recipe", "optim", key)) for name, key in OPTIM.items()),
         ("precision", _at(told, "recipe", "engine", "precision")),
         ("time", _seconds(_at(told, "totals", "train_seconds"))),

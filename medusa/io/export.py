@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PretrainedConfig
 
 from medusa.base import smollm2
@@ -115,7 +116,7 @@ def _load_base(name: str, dtype: torch.dtype | None) -> BaseModel:
 
 def _base_config(name: str) -> PretrainedConfig | None:
     """The base's config; None if it cannot be read, because code that needs the base raises its own error."""
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError, ValueError, StrictDataclassError):
         config: PretrainedConfig = AutoConfig.from_pretrained(smollm2.locate(name))
         return config
     return None
@@ -127,7 +128,7 @@ def _base_at_hand(name: str) -> PretrainedConfig | None:
         return _base_config(name)
     # Read as it is: what an adapter in the cache is for could be large, and elsewhere.
     directory = kept_directory(name) if is_hub_id(name) else ""
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError, ValueError, StrictDataclassError):
         config: PretrainedConfig | None = AutoConfig.from_pretrained(directory) if directory else None
         return config
     return None

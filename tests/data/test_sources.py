@@ -87,6 +87,7 @@ def test_a_bad_line_is_named(tmp_path: Path, line: Any, message: str) -> None:
         ({"messages": CHAT[:1]}, [3, 4, 5, 0]),
         ({"messages": [*CHAT[:1], {"role": "user", "content": "there"}]}, [3, 4, 5, 0]),
         ({"prompt": "who are you"}, [3, 4, 5, 0]),
+        ({"prompt": "who are you", "category": "x"}, [3, 4, 5, 0]),
         ({"input_ids": [1, 2, 3], "loss_mask": [0, 0, 0]}, [1, 2, 3]),
     ],
 )

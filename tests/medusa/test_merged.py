@@ -11,7 +11,7 @@ import pytest
 import torch
 from huggingface_hub.errors import EntryNotFoundError
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
 from medusa import BaseModel, MedusaModel
 from medusa.base import merged, smollm2
@@ -19,6 +19,7 @@ from medusa.data import load_tokenizer
 from medusa.formats import save_heads
 from medusa.io.hub import is_model
 from medusa.train import check
+from tests.medusa.test_conformance import config_of
 
 peft = pytest.importorskip("peft")
 PROMPT = list(range(60, 90))
@@ -251,3 +252,21 @@ def test_a_quantised_base_is_refused(tune, base_directory, tmp_path):
     change(directory, base_model_name_or_path=str(below))
     with pytest.raises(ValueError, match=r"changes a quantised base .* name the plain weights"):
         MedusaModel.from_pretrained(str(directory), device="cpu")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_adapter_of_a_model_with_pictures_is_merged_into_its_language_model(tokenizer, tmp_path):
+    text = config_of("qwen3_5_text", vocab_size=len(tokenizer)).to_dict()
+    seen = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
+    torch.manual_seed(1)
+    model = Qwen3_5ForConditionalGeneration(Qwen3_5Config(text_config=text, vision_config=seen)).eval()
+    model.save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    targets = ["q_proj", "in_proj_qkv", "out_proj", "linear_fc1"]
+    tuned = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False)).eval()
+    tuned.save_pretrained(tmp_path / "tuned")
+    change(tmp_path / "tuned", base_model_name_or_path=str(tmp_path / "base"))
+    assert any("visual" in name for name in load_file(tmp_path / "tuned" / "adapter_model.safetensors"))
+    ids = torch.arange(3, 40)[None]
+    ours = BaseModel.load(tmp_path / "tuned", torch.float32, "cpu").model(ids).logits
+    torch.testing.assert_close(ours, tuned(ids).logits, atol=1e-4, rtol=1e-4)

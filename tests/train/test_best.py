@@ -14,6 +14,7 @@ from medusa.formats import load_heads
 from medusa.train.best import Best, chain_length
 from medusa.train.config import Recipe
 from medusa.train.recipe_file import build_recipe
+from medusa.train.report.figures import read_report
 from medusa.train.run_directory import RunDirectory
 from medusa.train.trainer import Trainer
 from tests.train.jobs import Acting, assert_same_run, metrics, run
@@ -46,6 +47,7 @@ def test_a_run_ends_when_accuracy_no_longer_grows_and_writes_the_best_heads(reci
     assert run(recipe, tmp_path / "run", **PATIENT) == 0
     last = metrics(tmp_path / "run")[-1]
     assert (last["step"], last["steps"], last["heldout_top1"][0]) == (5, 5, 0.6)
+    assert last["heads_step"] == 2 == read_report(tmp_path / "run")["evaluations"][-1]["step"]
     best, written = load_heads(tmp_path / "run/best"), load_heads(tmp_path / "run/heads")
     assert all(torch.equal(one, other) for one, other in zip(best.parameters(), written.parameters(), strict=True))
     assert run(recipe, tmp_path / "all", **PATIENT | {"evaluate.patience": 0}) == 0

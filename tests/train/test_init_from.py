@@ -38,6 +38,14 @@ def test_weights_are_theirs_and_the_draft_vocabulary_is_chosen_anew(
         assert torch.equal(ours, other), name
 
 
+def test_weights_that_are_not_finite_are_refused(trained: Path) -> None:
+    heads, odd = load_heads(trained), load_heads(trained)
+    start_from(heads, odd, "odd")
+    next(odd.parameters()).data.fill_(float("nan"))
+    with pytest.raises(RecipeError, match="with numbers that are not finite; give other heads"):
+        start_from(heads, odd, "odd")
+
+
 def test_a_share_of_their_weights_stays(recipe: Path, trained: Path, tmp_path: Path) -> None:
     values = RECURRENT | {"heads.draft_vocab": 12, "heads.init_from": trained}
     for name, share in (("none", 0.0), ("some", 0.25)):

@@ -165,3 +165,11 @@ def test_what_a_killed_run_left_is_removed_by_the_next_that_holds_the_directory(
         with pytest.raises(BlockingIOError), RunDirectory(directory.path).locked():
             pass
         assert of_the_live_run.exists()
+
+
+@pytest.mark.parametrize("text", ["", "hello", "heads: [", "\xff"])
+def test_a_damaged_recipe_is_named(directory: RunDirectory, text: str) -> None:
+    _save(directory, 5)
+    (directory.path / "recipe.yaml").write_bytes(text.encode("latin-1"))
+    with pytest.raises(RecipeError, match=r"recipe \(.*recipe\.yaml\) is damaged; copy it from a backup"):
+        directory.finished(RECIPE)

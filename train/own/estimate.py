@@ -33,7 +33,7 @@ def make_plan(asked: Asked, measured: Measured, spent: float, free: float) -> Pl
     """
     facts, budget = measured.facts, 3600 * asked.hours
     one = COMPARED_TOKENS * measured.alone.token * DECODINGS
-    compared = min(MOST_COMPARED, max(FEWEST_COMPARED, int(COMPARED_SHARE * budget / one)))
+    compared = min(MOST_COMPARED, held_out(measured.most), max(FEWEST_COMPARED, int(COMPARED_SHARE * budget / one)))
     itemsize = 4 if measured.shape["base.dtype"] == "float32" else 2
     per_position = state_bytes(facts, measured.shape, itemsize)
     costs = _costs(measured, compared)
@@ -44,6 +44,7 @@ def make_plan(asked: Asked, measured: Measured, spent: float, free: float) -> Pl
         costs, states = costs._replace(later=costs.first), 0.0
         conversations, epochs = divide(budget - spent, costs, measured.most)
     heldout = held_out(conversations)
+    compared = min(compared, heldout)
     return Plan(
         asked=asked,
         kind=measured.kind,

@@ -48,6 +48,7 @@ def read_report(run: str | Path) -> dict[str, Any]:
     names = ("step", "train_seconds")
     evaluations = [
         {name: value for name, value in record.items() if name in names or name.startswith("heldout_")}
+        | {"step": record.get("heads_step", record["step"])}
         for record in records
         if "heldout_top1" in record
     ]

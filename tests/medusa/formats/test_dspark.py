@@ -138,6 +138,7 @@ def test_what_it_cannot_hold_is_refused(new_heads, options, reason):
         ({"aux_hidden_state_layer_ids": [0, 4, 6]}, "the base's embeddings as a layer"),
         ({"target_hidden_size": 64}, "a hidden size of its own"),
         ({"block_size": None}, "num_heads .* must be a whole number"),
+        ({"block_size": 10**9}, "guesses more than 1024 tokens ahead"),
         ({"speculators_config": None}, "is missing or wrong"),
         ({"draft_vocab_size": 20}, "its list of tokens .* is missing"),
     ],

@@ -83,6 +83,29 @@ def test_the_base_s_output_layer_travels_along(base, new_heads, tmp_path, form, 
     torch.testing.assert_close(said(base, load_heads(tmp_path)), said(base, heads))
 
 
+def test_the_base_s_factor_on_logits_travels_along(base, new_heads, tmp_path, monkeypatch):
+    monkeypatch.setattr(base._output, "scale", 0.125)
+    heads = new_heads("3.1", own_lm_heads=False)
+    export_heads(Export(heads, base), "eagle3", tmp_path)
+    torch.testing.assert_close(said(base, load_heads(tmp_path)), said(base, heads))
+
+
+@pytest.mark.parametrize("values", [{"num_attention_heads": 3}, {"hidden_size": 31}, {"vocab_size": "x"}])
+def test_a_config_that_transformers_refuses_is_one_sentence(base, new_heads, tmp_path, values):
+    export_heads(Export(new_heads(), base), "eagle3", tmp_path)
+    change_config(tmp_path, **values)
+    with pytest.raises(ValueError, match=r"cannot be loaded: .*; give another draft, or copy it again") as error:
+        load_heads(tmp_path)
+    assert "\n" not in str(error.value)
+
+
+def test_missing_weights_are_named_as_they_were_written(base, new_heads, tmp_path):
+    export_heads(Export(new_heads(), base), "eagle3", tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match=r"model\.safetensors"):
+        load_heads(tmp_path)
+
+
 def test_layers_are_told_to_each_reader_in_its_own_way(base, new_heads, tmp_path):
     key = "eagle_aux_hidden_state_layer_ids"
     export_heads(Export(new_heads(feature_layers=(1, 4, 7)), base), "eagle3", tmp_path)
