@@ -55,9 +55,7 @@ class Grammars:
         Raises:
             ValueError: The grammar is invalid.
         """
-        _check_size("grammar", ebnf)
-        if any(optional(rule) > MOST_OPTIONAL for rule in ebnf.split("::=")):
-            raise ValueError(f"grammar has a rule with more than {MOST_OPTIONAL} optional or repeated parts; divide it")
+        check_grammar(ebnf)
         compiled = self._compiled(lambda it: it.compile_grammar(ebnf))
         return lambda: Following(compiled)
 
@@ -196,6 +194,17 @@ def _printable(texts: Sequence[bytes], vocab_size: int) -> Tensor:
     kept = np.zeros(-(-vocab_size // 32) * 32, dtype=np.uint8)
     kept[: len(texts)] = [all(byte >= 32 or byte in b"\r\n" for byte in text) for text in texts]
     return torch.from_numpy(np.packbits(kept, bitorder="little").view(np.int32))
+
+
+def check_grammar(ebnf: str) -> None:
+    """Check that a grammar does not take minutes to compile.
+
+    Raises:
+        ValueError: It might.
+    """
+    _check_size("grammar", ebnf)
+    if any(optional(rule) > MOST_OPTIONAL for rule in ebnf.split("::=")):
+        raise ValueError(f"grammar has a rule with more than {MOST_OPTIONAL} optional or repeated parts; divide it")
 
 
 def _check_size(what: str, text: str) -> None:

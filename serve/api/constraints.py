@@ -9,7 +9,7 @@ from medusa.serve.api.messages import ResponseFormat
 from medusa.serve.api.protocol import ChatRequest, CompletionRequest
 from medusa.serve.api.service import Service
 from medusa.serve.api.tools import Calls, parameters
-from medusa.serve.grammar import MOST_SPACES, Grammars
+from medusa.serve.grammar import MOST_SPACES, Grammars, check_grammar
 from medusa.serve.threads import Threads
 
 Made = Callable[[], Constraint]
@@ -83,6 +83,7 @@ def _schema(wanted: ResponseFormat) -> dict[str, Any]:
 def _structure(wanted: ResponseFormat) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """A format in XGrammar's language of structural tags, and the schemas in it."""
     if wanted.type == "grammar" and wanted.grammar is not None:
+        check_grammar(wanted.grammar)
         return {"type": "grammar", "grammar": wanted.grammar}, []
     schema = _schema(wanted)
     return {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": MOST_SPACES}, [schema]
