@@ -110,6 +110,7 @@ def read_heads(path: str, revision: str | None = None) -> DraftHeads:
         heads = load_heads(fetch_heads(path, revision), dtype=None)
     except (OSError, KeyError, SafetensorError) as error:
         raise ValueError(f"heads ({path}) cannot be read: {error}") from error
+    heads.check_finite(path)
     if heads.config.base_adapter:
         raise ValueError(f"heads ({path}) change the base (Medusa-2); start a server of their own for them")
     return heads

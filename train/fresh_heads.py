@@ -90,7 +90,8 @@ def start_from(heads: DraftHeads, others: DraftHeads, name: str) -> None:
         name: name of the others, for errors.
 
     Raises:
-        RecipeError: the others have another shape, or numbers that are not finite.
+        RecipeError: the others have another shape.
+        ValueError: they hold numbers that are not finite.
     """
     own = heads.config.own_lm_heads
     for key in (*SHAPE, *(["draft_vocab_size"] if own else [])):
@@ -111,8 +112,7 @@ def start_from(heads: DraftHeads, others: DraftHeads, name: str) -> None:
                 f"heads.init_from ({name}) has {key} of {theirs}, and the recipe's heads of {ours}; give the recipe "
                 "the same sizes, or leave init_from out"
             )
-        if not state[key].isfinite().all():
-            raise RecipeError(f"heads.init_from ({name}) has {key} with numbers that are not finite; give other heads")
+    others.check_finite(name)
     heads.load_state_dict(state)
 
 

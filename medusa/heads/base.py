@@ -260,6 +260,18 @@ class DraftHeads(nn.Module, ABC):
             Logits of the children [B, m, V], or [B, 1, V] if they are the same for all m nodes; and the new state.
         """
 
+    def check_finite(self, name: str) -> None:
+        """Check that all weights are finite numbers.
+
+        Raises:
+            ValueError: They are not.
+        """
+        for key, weight in self.state_dict().items():
+            if not weight.isfinite().all():
+                raise ValueError(
+                    f"heads ({name}) have {key} with numbers that are not finite; train them again, or copy them"
+                )
+
     def with_config(self, **changes: Any) -> Self:
         """Heads with another config that share the memory of these weights; these heads are not changed."""
         with torch.device("meta"):  # nothing is allocated

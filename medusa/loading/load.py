@@ -59,6 +59,7 @@ def load_base_and_heads(
         logger.warning("%s is a model without heads: it is loaded alone", heads)
     if directory is None or loaded is None:
         return base_model, None, None
+    loaded.check_finite(str(heads or base))
     loaded.config.check_fit(base_model.hidden_size, base_model.vocab_size, base_model.name)
     return base_model, loaded.with_config(base=base_model.name), load_provenance(directory)
 

@@ -42,7 +42,7 @@ def test_weights_that_are_not_finite_are_refused(trained: Path) -> None:
     heads, odd = load_heads(trained), load_heads(trained)
     start_from(heads, odd, "odd")
     next(odd.parameters()).data.fill_(float("nan"))
-    with pytest.raises(RecipeError, match="with numbers that are not finite; give other heads"):
+    with pytest.raises(ValueError, match="with numbers that are not finite; train them again"):
         start_from(heads, odd, "odd")
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from medusa import MedusaModel
 from medusa.formats import load_heads, save_heads
 from tests.medusa.formats.engines import original_heads, write_original, write_vllm
 from tests.medusa.formats.stored import change_config, load_config
@@ -176,6 +177,14 @@ def test_a_vocabulary_that_is_none_is_refused(tmp_path):
     state = original_heads(3, 1, DIM, None).state_dict()
     write_original(tmp_path, state, version="2", vocab_size="many")
     refused(tmp_path, r"vocab_size \('many'\) must be a whole number")
+
+
+def test_weights_that_are_not_finite_are_not_decoded_with(base_directory, make_heads, tmp_path):
+    heads = make_heads()
+    next(heads.parameters()).data[0, 0] = float("inf")
+    directory = save_heads(heads, tmp_path / "heads")
+    with pytest.raises(ValueError, match=r"heads \(.*\) have .* with numbers that are not finite; train them again"):
+        MedusaModel.from_pretrained(directory, base=base_directory)
 
 
 def test_missing_files(make_heads, tmp_path):
