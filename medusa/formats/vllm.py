@@ -43,6 +43,11 @@ class Vllm(Foreign):
         whole = dataclasses.replace(config, draft_vocab_size=0)
         return super().obstacle(whole)
 
+    def files(self, directory: Path) -> list[Path]:
+        """See ``Foreign``; what is missing is named as it is written."""
+        found = super().files(directory)
+        return found if found[0].is_file() else [directory / WEIGHTS]
+
     def matches(self, directory: Path) -> bool:
         """See ``Format``; decided by the model type. A config that also has the original's keys is ``Universal``."""
         values = peek_config(directory)

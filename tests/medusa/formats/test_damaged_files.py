@@ -195,6 +195,10 @@ def test_missing_files(make_heads, tmp_path):
         load_heads(tmp_path / "nothing")
     with pytest.raises(FileNotFoundError, match=r"has no config\.json"):
         load_heads(tmp_path)
+    write_vllm(tmp_path / "vllm", {}, num_heads=2, num_hidden_layers=1, vocab_size=VOCAB)
+    (tmp_path / "vllm" / "model.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match=r"has no model\.safetensors"):
+        load_heads(tmp_path / "vllm")
     save_file({}, tmp_path / "medusa_lm_head.safetensors")
     with pytest.raises(FileNotFoundError, match=r"has no config\.json"):
         load_heads(tmp_path)
