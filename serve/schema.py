@@ -6,8 +6,8 @@ from typing import Any
 
 MOST_PATTERN, DEEPEST_PATTERN, DEEPEST = 2048, 32, 32
 """Limits for characters of a regular expression, its brackets, and nested schemas, since XGrammar is recursive."""
-MOST_OPTIONAL = 128
-"""Most signs that make a part optional or repeat it, in a regular expression or a rule; some thousand take minutes."""
+MOST_OPTIONAL = 64
+"""Most signs that make a part optional or repeat it, in a regular expression or a rule; hundreds take minutes."""
 
 NOTES = frozenset(
     "title description default examples example $schema $id $comment deprecated readOnly writeOnly $defs"
