@@ -124,12 +124,16 @@ def _ordered(experts: Any, name: str) -> Tensor:
     whole: Tensor = getattr(experts, name).detach()
     if in_order(experts):
         return whole.flatten(0, 1)
-    found = []
-    for one in whole:  # torch turns a matrix much faster than several
-        one = one.T.contiguous() if experts.is_transposed and one.dim() == 2 else one
-        interleaved = name.startswith("gate_up") and not experts.is_concatenated
-        found += [one[::2], one[1::2]] if interleaved else [one]
-    return torch.cat(found)
+    turned = experts.is_transposed and whole.dim() == 3
+    found = whole.new_empty(whole.mT.shape if turned else whole.shape)
+    for one, to in zip(whole, found, strict=True):  # torch turns a matrix much faster than several
+        one = one.T.contiguous() if turned else one
+        if name.startswith("gate_up") and not experts.is_concatenated:
+            half = len(one) // 2
+            to[:half], to[half:] = one[::2], one[1::2]
+        else:
+            to.copy_(one)
+    return found.flatten(0, 1)
 
 
 def _frozen(weight: Tensor) -> nn.Parameter:
