@@ -100,7 +100,7 @@ class CallReader:
             self._take(len(inside) + len(tag))
             found = _parsed(inside)
             if found is None:
-                if tag or not self._calls.required:  # a required call that was cut off is no text
+                if tag or not (self._calls.required or self._calls.formed):  # such a call that was cut off is no text
                     yield Said(BEGIN + inside + tag)
                 self._read = self._text
             else:

@@ -23,12 +23,14 @@ class Calls(NamedTuple):
         required: Whether the answer must be a call.
         name: The function whose arguments are the whole answer; empty = calls name their function.
         single: Whether the first call ends the answer.
+        formed: Whether an answer that is no call has a format.
     """
 
     tools: Sequence[Tool] = ()
     required: bool = False
     name: str = ""
     single: bool = False
+    formed: bool = False
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
@@ -75,7 +77,8 @@ def calls_of(body: ChatRequest) -> Calls:
         names = {tool.function.name for tool in choice.allowed_tools.tools}
         # The template describes these only: a model that answers freely cannot call what it does not know.
         tools, choice = [tool for tool in tools if tool.function.name in names], choice.allowed_tools.mode
-    return Calls(tools, choice == "required", single=single)
+    formed = body.response_format is not None and body.response_format.type != "text"
+    return Calls(tools, choice == "required", single=single, formed=formed)
 
 
 def parameters(tool: Tool) -> dict[str, Any]:

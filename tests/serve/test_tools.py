@@ -73,6 +73,7 @@ def test_one_call_counts_where_several_are_not_wanted():
 def test_without_tools_nothing_is_a_call_and_for_a_named_one_all_is():
     assert read(ONE, Calls()) == (ONE, [])
     assert read('<tool_call>{"na', Calls(TOOLS, True)) == ("", []), "it was cut off, and is no text"
+    assert read('<tool_call>{"na', Calls(TOOLS, formed=True)) == ("", []), "neither a call nor of the format"
     assert read("<tool_c", Calls(TOOLS, True)) == ("", [])
     assert read("a <tool_c", Calls(TOOLS)) == ("a <tool_c", []), "without a call it may be text"
     assert read('{"a": 1}', Calls(TOOLS, True, "f"), size=2) == ("", [("f", '{"a": 1}')])
