@@ -199,6 +199,8 @@ def import_deepspeed(device: torch.device) -> Any:
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     # The backward pass has a thread of its own, whose first product finds the device by itself.
     warnings.filterwarnings("ignore", message="Attempting to run cuBLAS, but there was no current CUDA context")
+    # Norms of heads read 16 bits and have weights of 32; torch has no kernel of its own for that, and says so.
+    warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
     import deepspeed
 
     # Otherwise the first start on a CPU compiles a shared-memory all-reduce into the home directory for half a minute.
