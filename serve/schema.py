@@ -99,7 +99,7 @@ def _unenforced(schema: dict[str, Any], keys: set[str]) -> Iterator[str]:
     if "$ref" in schema and not str(schema["$ref"]).startswith("#"):
         yield f"$ref ({schema['$ref']}) is not within the schema, which is not supported"
     for name in ALONE:
-        others, parts = keys - {name, "type"}, schema.get(name)
+        others, parts = keys - {name} - ({"type"} if name != "$ref" else set()), schema.get(name)
         if name in schema and others:
             yield f"{min(others)} is not supported beside {name}"
         if name in ("anyOf", "oneOf", "allOf") and isinstance(parts, list):
@@ -109,8 +109,8 @@ def _unenforced(schema: dict[str, Any], keys: set[str]) -> Iterator[str]:
                 not isinstance(one, dict) or one.get("type") != schema["type"] for one in parts
             ):
                 yield f"type is not supported beside {name} of other types"
-    if "type" in schema and keys & {"$ref", "const", "enum"} and not _is_of_type(schema):
-        yield "type is not supported beside $ref, or beside values of another type"
+    if "type" in schema and keys & {"const", "enum"} and not _is_of_type(schema):
+        yield "type is not supported beside values of another type"
     if "type" not in schema and (untyped := keys & TYPED):
         yield f"{min(untyped)} is not supported without a type"
     step = schema.get("multipleOf", 1)
@@ -135,8 +135,6 @@ def optional(text: str) -> int:
 
 def _is_of_type(schema: dict[str, Any]) -> bool:
     """Whether all values that a schema lists are of its type."""
-    if "$ref" in schema:
-        return False
     names = {str: "string", bool: "boolean", type(None): "null", list: "array", dict: "object"}
     kinds = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
     values = [schema["const"]] if "const" in schema else schema["enum"]

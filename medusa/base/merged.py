@@ -164,14 +164,18 @@ def _merge(adapter: Path, below: str, directory: Path) -> None:
 
 
 def _of_language_model(adapter: Path, model: "PreTrainedModel", place: Path) -> Path:
-    """The adapter, or a copy in ``place`` without what only the model with pictures has, from which it was trained."""
-    from safetensors.torch import load_file, save_file
+    """The adapter, or a copy in ``place`` without what only the model with pictures has, on which it was trained."""
+    from safetensors import safe_open
+    from safetensors.torch import save_file
 
-    tensors = load_file(adapter / WEIGHTS)
-    parts = {name for name, _ in model.named_modules()}
-    if not any(INNER in name for name in tensors) or any(f".{name}.".endswith(INNER) for name in parts):
-        return adapter
-    save_file({name.replace(INNER, "."): tensor for name, tensor in tensors.items() if INNER in name}, place / WEIGHTS)
+    with safe_open(adapter / WEIGHTS, "pt") as file:
+        names = list(file.keys())
+        outer = {name.partition(INNER)[0] + "." for name in names if INNER in name}
+        if not outer or any(INNER in f".{name}." for name, _ in model.named_modules()):
+            return adapter
+        # Parts beside the language model read pictures; the output layer stands elsewhere.
+        kept = [name for name in names if INNER in name or not name.startswith(tuple(outer))]
+        save_file({name.replace(INNER, "."): file.get_tensor(name) for name in kept}, place / WEIGHTS)
     config = (adapter / CONFIG).read_text(encoding="utf-8")
     (place / CONFIG).write_text(
         config.replace("language_model.", "").replace("language_model\\\\.", ""), encoding="utf-8"

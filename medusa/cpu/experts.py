@@ -87,18 +87,18 @@ class PackedExperts(nn.Module):
         self.experts, self.gate, self.dtype, self.biases = experts, gate, dtype, biases
 
     @classmethod
-    def of(cls, usual: Any, packed: Mapping[str, Packed] | None = None) -> "PackedExperts":
+    def of(cls, theirs: Any, packed: Mapping[str, Packed] | None = None) -> "PackedExperts":
         """Take the place of experts (``are_known``), with packed weights in place of those of these names.
 
         Packed weights are in the kernel's order. Others are copied if theirs is another one.
         """
-        packed, gate = packed or {}, _gate_of(usual)
+        packed, gate = packed or {}, _gate_of(theirs)
         assert gate is not None, "are_known"
-        gate_up, down = (packed.get(name) or _ordered(usual, name) for name in ("gate_up_proj", "down_proj"))
+        gate_up, down = (packed.get(name) or _ordered(theirs, name) for name in ("gate_up_proj", "down_proj"))
         of_up, of_down = (
-            _ordered(usual, f"{name}_proj_bias") if usual.has_bias else None for name in ("gate_up", "down")
+            _ordered(theirs, f"{name}_proj_bias") if theirs.has_bias else None for name in ("gate_up", "down")
         )
-        return cls(gate_up, down, len(usual.gate_up_proj), gate, usual.gate_up_proj.dtype, (of_up, of_down))
+        return cls(gate_up, down, len(theirs.gate_up_proj), gate, theirs.gate_up_proj.dtype, (of_up, of_down))
 
     def rounded(self) -> "PackedExperts":
         """LOSSY: the same experts in 8 bits, see ``medusa.cpu.int8``."""

@@ -13,7 +13,7 @@ from medusa.base.model import BaseModel
 from medusa.files import write_json
 from medusa.formats.base import CONFIG, Export, Format, peek_config, read_config_file
 from medusa.formats.native import fill_heads
-from medusa.formats.tensor_files import read_tensors, write_tensors
+from medusa.formats.tensor_files import read_tensors, stored_files, write_tensors
 from medusa.heads import DraftHeads, HeadsConfig
 
 WEIGHTS = "model.safetensors"
@@ -85,10 +85,7 @@ class DraftFormat(Format):
 
     def _read(self, directory: Path) -> tuple[HeadsConfig, dict[str, Tensor]]:
         values = read_config_file(directory)
-        old = directory / PICKLE
-        tensors = read_tensors(
-            sorted(directory.glob("*.safetensors")) or [old if old.is_file() else directory / WEIGHTS]
-        )
+        tensors = read_tensors(stored_files(directory, WEIGHTS, PICKLE))
         try:
             return self.heads(values, tensors)
         except (AttributeError, KeyError, RuntimeError, TypeError) as error:

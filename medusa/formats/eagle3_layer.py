@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig
 
 from medusa.formats.base import Export
-from medusa.formats.draft import ids_and_order, vocabulary_tensors
+from medusa.formats.draft import base_of, ids_and_order, vocabulary_tensors
 from medusa.formats.vllm import base_output
 from medusa.heads.layer import ROTARY, LayerConfig
 
@@ -67,10 +67,9 @@ def tensors_of(export: Export, name: str) -> dict[str, Tensor]:
     if heads.lm_heads is not None:
         tensors["lm_head.weight"] = state["lm_heads"][0]
     else:
-        output = base_output(export, name)
+        output, scale = base_output(export, name), base_of(export, name).logit_scale
         rows = output if ids_V is None else output[ids_V.to(output.device)]
-        assert export.base is not None, "base_output"
-        tensors["lm_head.weight"] = rows.to(state["gain"]) * state["gain"] * export.base.logit_scale
+        tensors["lm_head.weight"] = rows.to(state["gain"]) * state["gain"] * scale
     return tensors | vocabulary_tensors(heads)
 
 

@@ -20,6 +20,18 @@ DAMAGE = (
 )  # fmt: skip
 
 
+def stored_files(directory: Path, written: str, old: str) -> list[Path]:
+    """A directory's files of tensors: all safetensors, else an old pickle; without any, the one that should be there.
+
+    Args:
+        directory: The directory.
+        written: Name of the file that is written.
+        old: Name of the pickle.
+    """
+    pickled = directory / old
+    return sorted(directory.glob("*.safetensors")) or [pickled if pickled.is_file() else directory / written]
+
+
 def read_tensors(paths: Iterable[Path]) -> dict[str, Tensor]:
     """Read the tensors of one or more files, on the CPU; large ones are mapped and only read when they are used.
 

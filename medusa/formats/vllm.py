@@ -17,9 +17,10 @@ from torch import Tensor
 from medusa.base.model import BaseModel
 from medusa.files import replace_file, write_json
 from medusa.formats.base import CONFIG, Export, peek_config
-from medusa.formats.foreign import Foreign, shape_values
+from medusa.formats.foreign import PICKLE, Foreign, shape_values
 from medusa.formats.head_tensors import head_tensors
 from medusa.formats.original import SAFETENSORS, Tgi, original_tensors, original_values
+from medusa.formats.tensor_files import stored_files
 from medusa.heads import HeadsConfig
 
 WEIGHTS = "model.safetensors"
@@ -44,9 +45,8 @@ class Vllm(Foreign):
         return super().obstacle(whole)
 
     def files(self, directory: Path) -> list[Path]:
-        """See ``Foreign``; what is missing is named as it is written."""
-        found = super().files(directory)
-        return found if found[0].is_file() else [directory / WEIGHTS]
+        """See ``Foreign``."""
+        return stored_files(directory, WEIGHTS, PICKLE)
 
     def matches(self, directory: Path) -> bool:
         """See ``Format``; decided by the model type. A config that also has the original's keys is ``Universal``."""

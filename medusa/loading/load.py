@@ -36,6 +36,8 @@ def load_base_and_heads(
     directory, base = _told_apart(heads, base, revision)
     alone = heads is not None and directory is None
     loaded = None if directory is None else load_heads(directory, dtype=None)
+    if loaded is not None:
+        loaded.check_finite(str(heads))
     config = HeadsConfig(hidden_size=1, vocab_size=0) if loaded is None else loaded.config  # no heads ask for nothing
     if base is None and not config.base:
         raise ValueError("the heads' config names no base and none is given; give one: a directory or a Hub id")
@@ -59,7 +61,6 @@ def load_base_and_heads(
         logger.warning("%s is a model without heads: it is loaded alone", heads)
     if directory is None or loaded is None:
         return base_model, None, None
-    loaded.check_finite(str(heads or base))
     loaded.config.check_fit(base_model.hidden_size, base_model.vocab_size, base_model.name)
     return base_model, loaded.with_config(base=base_model.name), load_provenance(directory)
 

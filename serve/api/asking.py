@@ -125,7 +125,8 @@ def _bias(service: Service, body: Sampling) -> dict[int, float] | None:
 
 def _index(token: str) -> int:
     """The token id that a key of ``logit_bias`` names."""
-    if not token.isascii() or not token.isdigit() or len(token) > MOST_DIGITS:  # Python would take more for a number
+    digits = token.removeprefix("-")
+    if not digits.isascii() or not digits.isdigit() or len(digits) > MOST_DIGITS:  # Python would take more for a number
         raise ValueError(f"logit_bias: key ({token[: 2 * MOST_DIGITS]}) is not a number; its keys are token ids")
     return int(token)
 

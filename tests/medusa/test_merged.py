@@ -262,11 +262,12 @@ def test_an_adapter_of_a_model_with_pictures_is_merged_into_its_language_model(t
     model = Qwen3_5ForConditionalGeneration(Qwen3_5Config(text_config=text, vision_config=seen)).eval()
     model.save_pretrained(tmp_path / "base")
     tokenizer.save_pretrained(tmp_path / "base")
-    targets = ["q_proj", "in_proj_qkv", "out_proj", "linear_fc1"]
+    targets = ["q_proj", "in_proj_qkv", "out_proj", "linear_fc1", "lm_head"]
     tuned = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False)).eval()
     tuned.save_pretrained(tmp_path / "tuned")
     change(tmp_path / "tuned", base_model_name_or_path=str(tmp_path / "base"))
-    assert any("visual" in name for name in load_file(tmp_path / "tuned" / "adapter_model.safetensors"))
+    names = load_file(tmp_path / "tuned" / "adapter_model.safetensors")
+    assert all(any(part in name for name in names) for part in ("visual", "lm_head"))
     ids = torch.arange(3, 40)[None]
     ours = BaseModel.load(tmp_path / "tuned", torch.float32, "cpu").model(ids).logits
     torch.testing.assert_close(ours, tuned(ids).logits, atol=1e-4, rtol=1e-4)

@@ -58,7 +58,7 @@ def test_what_was_not_asked_for_fits_always(live):
         (CHAT, {"seed": 2**63}, "seed", "less than"),
         (CHAT, {"seed": -(2**63) - 1}, "seed", "greater than"),
         (CHAT, {"logit_bias": {"1.5": 1}}, "logit_bias", "its keys are token ids"),
-        (CHAT, {"logit_bias": {"-1": 1}}, "logit_bias", "its keys are token ids"),
+        (CHAT, {"logit_bias": {"-1": 1}}, "logit_bias", "token id (-1)"),
         (CHAT, {"logit_bias": {"1_0": 1}}, "logit_bias", "its keys are token ids"),
         (CHAT, {"logit_bias": {"99999": 1}}, "logit_bias", "token id (99999)"),
         (CHAT, {"temperature": "1"}, "temperature", "should be a number"),
