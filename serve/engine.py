@@ -11,7 +11,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -22,6 +22,7 @@ from medusa.serve.jobs import Job
 from medusa.serve.metrics import Metrics
 from medusa.serve.request import Asked, BusyError, Delta, EngineError, LateError, StoppingError, Ticket
 from medusa.serve.settings import EngineSettings
+from medusa.serve.threads import promise
 from medusa.tree import Draft
 
 logger = logging.getLogger(__name__)
@@ -113,19 +114,9 @@ class Engine:
         return await self._call(function)
 
     async def _call(self, function: Callable[[], Result]) -> Result:
-        loop, future = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
-
-        def run() -> None:
-            try:
-                result = function()
-            except Exception as error:  # noqa: BLE001 - it is the caller's
-                loop.call_soon_threadsafe(_settle, future, None, error)
-            else:
-                loop.call_soon_threadsafe(_settle, future, result, None)
-
-        self._inbox.put(run)
-        answer: Result = await future
-        return answer
+        found, compute = promise(function)
+        self._inbox.put(compute)
+        return await asyncio.wrap_future(found)
 
     def use(self, model: MedusaModel) -> None:
         """Serve new requests with another model over the same base; running ones keep theirs.
@@ -288,8 +279,8 @@ class Engine:
         """Send all pending results to the event loop at once."""
         events, self._events = self._events, []
         waiting = sum(not job.admitted for job in self._jobs.values())
-        self.metrics.state(len(self._jobs) - waiting, waiting)
-        self.metrics.cache(self._pool.held_tokens / max(1, self._pool.tokens or 1))
+        usage = self._pool.held_tokens / max(1, self._pool.tokens or 1)
+        self.metrics.state(len(self._jobs) - waiting, waiting, usage)
         if events and self._loop is not None:
             try:
                 self._loop.call_soon_threadsafe(_put_all, events)
@@ -330,12 +321,3 @@ def position_bytes(base: BaseModel) -> int:
 def _put_all(events: Sequence[tuple[Ticket, Delta | Exception | None]]) -> None:
     for ticket, event in events:
         ticket.put(event)
-
-
-def _settle(future: "asyncio.Future[Any]", result: object, error: Exception | None) -> None:
-    if future.cancelled():
-        return
-    if error is not None:
-        future.set_exception(error)
-    else:
-        future.set_result(result)

@@ -2,14 +2,11 @@
 
 import time
 from collections import deque
-from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 
+from medusa.serve.jobs import Job
 from medusa.serve.request import BusyError, StoppingError
-
-if TYPE_CHECKING:
-    from medusa.serve.jobs import Job
 
 PREFIX = "medusa:"
 SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0)
@@ -64,13 +61,10 @@ class Metrics:
         """All metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
-    def state(self, running: int, waiting: int) -> None:
-        """Set the current numbers of requests."""
+    def state(self, running: int, waiting: int, usage: float) -> None:
+        """Set the current numbers of requests, and the share of the KV cache that is in use."""
         self._running.set(running)
         self._waiting.set(waiting)
-
-    def cache(self, usage: float) -> None:
-        """Set the share of the KV cache that is in use."""
         self._usage.set(usage)
 
     def tasks(self, count: int) -> None:
@@ -82,12 +76,12 @@ class Metrics:
         reason = {BusyError: "busy", StoppingError: "stopping"}.get(type(error), "invalid")
         self._refused.labels(self._model, reason).inc()
 
-    def admitted(self, job: "Job") -> None:
+    def admitted(self, job: Job) -> None:
         """Count a request that has joined the batch."""
         self._prompt.inc(len(job.request.prompt))
         self._queued.observe(time.monotonic() - job.arrived)
 
-    def grew(self, job: "Job", tokens: int, now: float) -> None:
+    def grew(self, job: Job, tokens: int, now: float) -> None:
         """Count new tokens of a request after a step."""
         output = job.ticket.output
         if not job.first:
@@ -109,7 +103,7 @@ class Metrics:
             self._accepted.inc(count * (now_so - before_so))
         job.steps, job.draft_tokens, job.accepted = output.steps, output.draft_tokens, list(output.accepted)
 
-    def ended(self, job: "Job", reason: str) -> None:
+    def ended(self, job: Job, reason: str) -> None:
         """Count an ended request by reason: "eos", "stop", "length", "abort", "timeout" or "error"."""
         now = time.monotonic()
         self._success.labels(self._model, reason).inc()

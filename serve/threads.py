@@ -1,4 +1,4 @@
-"""Work for other threads that may take too long, and cannot be stopped then."""
+"""Work for other threads, which may take too long and cannot be stopped then."""
 
 import asyncio
 import threading
@@ -9,6 +9,20 @@ from typing import TypeVar
 Result = TypeVar("Result")
 PAUSE = 0.01
 """Seconds between two looks for a free place."""
+
+
+def promise(function: Callable[[], Result]) -> tuple["Future[Result]", Callable[[], None]]:
+    """The future result of a function, and what another thread calls to compute it; that cannot be cancelled."""
+    found = Future[Result]()
+    found.set_running_or_notify_cancel()
+
+    def compute() -> None:
+        try:
+            found.set_result(function())
+        except Exception as error:  # noqa: BLE001, whoever waits gets it
+            found.set_exception(error)
+
+    return found, compute
 
 
 class Threads:
@@ -30,17 +44,12 @@ class Threads:
         async with asyncio.timeout(seconds):
             while not self._places.acquire(blocking=False):
                 await asyncio.sleep(PAUSE)
-            found = Future[Result]()
-            threading.Thread(target=self._run, args=(function, found), daemon=True).start()
+            found, compute = promise(function)
+            threading.Thread(target=self._run, args=(compute,), daemon=True).start()
             return await asyncio.wrap_future(found)
 
-    def _run(self, function: Callable[[], Result], found: "Future[Result]") -> None:
-        found.set_running_or_notify_cancel()
+    def _run(self, compute: Callable[[], None]) -> None:
         try:
-            result = function()
-        except Exception as error:  # noqa: BLE001, whoever waits gets it
-            found.set_exception(error)
-        else:
-            found.set_result(result)
+            compute()
         finally:
             self._places.release()
