@@ -73,10 +73,10 @@ def ask(service: Service, body: Sampling, wanted: Wanted, client: str) -> list[A
     limits = [float(limit) for limit in (body.timeout, settings.timeout) if limit is not None]
     timeout, priority = min(limits, default=None), body.priority or 0
     seed = body.seed if body.seed is not None else random.getrandbits(31)
-    bias = _bias(service, body)
+    bias, context = _bias(service, body), service.engine.model.base.context_length
     found = []
     for prompt, text in zip_longest(wanted.prompts, wanted.texts):
-        params = _params(body, wanted, _longest(wanted, len(prompt), service.context_length), bias)
+        params = _params(body, wanted, _longest(wanted, len(prompt), context), bias)
         for number in range(body.n or 1):
             seeded = replace(params, seed=(seed + number) % 2**63)
             found.append(Asked(prompt, seeded, speculation, wanted.constraint, client, priority, timeout, text))

@@ -99,7 +99,7 @@ class _Message:
                 return {"content": text}
             case Called():
                 self._calls += 1
-                return {"tool_calls": [{"index": self._calls - 1, **_call(event, "")}]}
+                return {"tool_calls": [{"index": self._calls - 1, **_call(event)}]}
             case Argued(text):
                 return {"tool_calls": [{"index": self._calls - 1, "function": {"arguments": text}}]}
 
@@ -113,14 +113,14 @@ def _whole(events: Sequence[Event]) -> list[dict[str, Any]]:
     calls = list[dict[str, Any]]()
     for event in events:
         if isinstance(event, Called):
-            calls.append(_call(event, ""))
+            calls.append(_call(event))
         elif isinstance(event, Argued):
             calls[-1]["function"]["arguments"] += event.text
     return calls
 
 
-def _call(called: Called, arguments: str) -> dict[str, Any]:
-    return {"id": called.id, "type": "function", "function": {"name": called.name, "arguments": arguments}}
+def _call(called: Called) -> dict[str, Any]:
+    return {"id": called.id, "type": "function", "function": {"name": called.name, "arguments": ""}}
 
 
 def _delta(said: dict[str, Any], reason: str | None = None) -> dict[str, Any]:

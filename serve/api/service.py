@@ -48,11 +48,6 @@ class Service:
         """Run a computation on texts without blocking the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self._aside, function, *arguments)
 
-    @property
-    def context_length(self) -> int:
-        """Context length of the base in tokens."""
-        return self.engine.model.base.context_length
-
     async def start(self, requests: Sequence[Asked]) -> list[Ticket]:
         """Submit requests; either all are accepted, or none.
 

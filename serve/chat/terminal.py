@@ -111,14 +111,11 @@ class Terminal:
             self.answer("\n")
             raise
         if self._remembers and line:
-            self._remember()
+            import readline
+
+            with suppress(OSError):
+                readline.append_history_file(1, self._history)
         return line
-
-    def _remember(self) -> None:
-        import readline
-
-        with suppress(OSError):
-            readline.append_history_file(1, self._history)
 
     @contextmanager
     def unechoed(self) -> Iterator[None]:
