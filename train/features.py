@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from medusa.base.documents import document_lengths
+from medusa.base.documents import document_lengths, document_rows
 from medusa.base.model import BaseModel
 from medusa.cache import CachedSequence
 from medusa.data.packing import IGNORE, PackedRows
@@ -141,7 +141,11 @@ class BasePass:
         """Number of additional passes, so that all processes make as many."""
         if not self._together:
             return 0
-        mine = sum(self._base.passes(self._packed.position_ids[micro]) for micro in rows_B.split(self._micro_rows))
+        parts = rows_B.split(self._micro_rows)
+        if self._base.traits.separation == "rows":  # several for each part, see `BaseModel.hidden_states`
+            mine = sum(len(document_rows(self._packed.position_ids[micro])) for micro in parts)
+        else:
+            mine = len(parts)
         most = torch.tensor(mine, device=self._base.device)
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
         return int(most) - mine

@@ -1,6 +1,6 @@
 """Initial heads, and their draft vocabulary: the most frequent tokens of the training data.
 
-Shapes: V vocabulary.
+Shapes: V vocabulary, D hidden size.
 """
 
 import logging
@@ -75,10 +75,23 @@ def fresh_heads(recipe: Recipe, base: BaseModel, packed: PackedRows, workers: Wo
     )
     if heads.draft_ids is not None:
         heads.draft_ids.copy_(most_frequent_tokens(packed, shape.draft_vocab, base.vocab_size, workers))
-    heads.init_from_base(base.lm_head_weight, base.last_norm)
+    heads.init_from_base(base.lm_head_weight, last_norm(base))
     if shape.init_from:
         start_from(heads, load_heads(fetch_heads(shape.init_from)), shape.init_from)
     return heads
+
+
+def last_norm(base: BaseModel) -> Tensor:
+    """[D] the weight of the norm before the base's output layer; ones if it is not found."""
+    signs_D = torch.ones(base.hidden_size, dtype=base.dtype, device=base.device)
+    signs_D[::2] = -1.0  # both LayerNorm and RMSNorm leave these unchanged
+    for module in reversed(list(base.decoder.children())):
+        weight = getattr(module, "weight", None)
+        if isinstance(weight, Tensor) and weight.shape == signs_D.shape:
+            with torch.no_grad():
+                normed_2D: Tensor = module(torch.stack([signs_D, torch.zeros_like(signs_D)]).to(weight.device))
+            return (normed_2D[0] - normed_2D[1]).to(base.device) * signs_D  # of zeros only the bias is left
+    return signs_D.abs()
 
 
 def start_from(heads: DraftHeads, others: DraftHeads, name: str) -> None:

@@ -58,7 +58,7 @@ def identity(base: BaseModel, packed: PackedRows, num_heads: int, whole: bool = 
         known["layers"] = list(base.feature_layers)
     if whole:
         known["positions"] = "all"
-    if base.separation != "positions":  # caches from before this measurement may have leaking documents
+    if base.traits.separation != "positions":  # caches from before this measurement may have leaking documents
         known["documents"] = "separate"
     return known
 

@@ -16,7 +16,7 @@ from medusa.attention.reference import explicit_mask
 from medusa.attention.trial import layer_shapes
 from medusa.base.checkpoint import read_checkpoint
 from medusa.base.context import context_length
-from medusa.base.documents import Separation, document_masks, document_rows, separate_pass
+from medusa.base.documents import document_masks, separate_pass
 from medusa.base.mtp import MtpLayer
 from medusa.base.output import Matrices, OutputLayer, state_size
 from medusa.base.taps import DecoderPass, first_layers
@@ -56,6 +56,7 @@ class BaseModel:
         vocab_size: V, rows of the output layer.
         context_length: Tokens of prompt and completion together, see ``medusa.base.context``.
         decoder: The layers between token ids and the output layer.
+        output: The layer from last hidden states to logits.
         attention: The backend that computes attention over tree rows.
         recurrent: Whether it has recurrent layers, whose states a pool keeps beside keys and values.
         device: Where tokens, hidden states and logits are; if the model is spread, the device of the output layer.
@@ -91,8 +92,8 @@ class BaseModel:
         self.decoder: nn.Module = model.model if decoder is model else decoder
         # Looked up once: a decode step asks for them several times, and transformers' lookups are slow.
         self._embeddings = model.get_input_embeddings()
-        self._output = OutputLayer(model.get_output_embeddings(), self.config)
-        self.device = self._output.device
+        self.output = OutputLayer(model.get_output_embeddings(), self.config)
+        self.device = self.output.device
         self.traits = Traits()
         self.mtp: MtpLayer | None = None
         self.feature_layers: tuple[int, ...] = ()
@@ -147,18 +148,8 @@ class BaseModel:
 
     @property
     def decoding(self) -> Decoding:
-        """See ``Traits``, here and below."""
+        """The drafts that it verifies exactly, see ``Traits``."""
         return self.traits.decoding
-
-    @property
-    def explicit_mask(self) -> bool:
-        """Whether each call carries the whole mask."""
-        return self.traits.explicit_mask
-
-    @property
-    def separation(self) -> Separation:
-        """How documents of packed rows are kept apart."""
-        return self.traits.separation
 
     @property
     def exact(self) -> bool | None:
@@ -208,20 +199,7 @@ class BaseModel:
     @property
     def lm_head_weight(self) -> Tensor:
         """[V, D] weight of the output layer."""
-        return self._output.weight
-
-    @property
-    def last_norm(self) -> Tensor:
-        """[D] the weight of the norm before the output layer; ones if it is not found."""
-        signs_D = torch.ones(self.hidden_size, dtype=self.dtype, device=self.device)
-        signs_D[::2] = -1.0  # both LayerNorm and RMSNorm leave these unchanged
-        for module in reversed(list(self.decoder.children())):
-            weight = getattr(module, "weight", None)
-            if isinstance(weight, Tensor) and weight.shape == signs_D.shape:
-                with torch.no_grad():
-                    normed_2D: Tensor = module(torch.stack([signs_D, torch.zeros_like(signs_D)]).to(weight.device))
-                return (normed_2D[0] - normed_2D[1]).to(self.device) * signs_D  # of zeros only the bias is left
-        return signs_D.abs()
+        return self.output.weight
 
     def with_traits(self, **found: Any) -> "BaseModel":
         """The same base with these fields of ``Traits``; both share the model, and this object does not change."""
@@ -250,7 +228,7 @@ class BaseModel:
         Raises:
             UnusualBlockError: Its layers are not the usual block, or there are no such kernels here.
         """
-        if self.explicit_mask or self.traits.gathered:
+        if self.traits.explicit_mask or self.traits.gathered:
             raise UnusualBlockError("its attention needs more than the plan of a pass")
         if self.ranks > 1:
             raise UnusualBlockError("its layers are divided among processes")
@@ -353,7 +331,7 @@ class BaseModel:
         if self._fused is not None:
             return self._fused(pool, plan)
         with self.others.run(self.num_layers, pool, plan):
-            if self.explicit_mask:
+            if self.traits.explicit_mask:
                 return torch.cat([self._tree_pass(pool, plan.alone(index)) for index in range(len(plan.sizes))])
             return self._tree_pass(pool, plan)
 
@@ -382,17 +360,13 @@ class BaseModel:
             position_ids_BT: [B, T]; positions that start again at 0 mark packed documents, which do not see each other.
         """
         with self.others.hidden_states(self.num_layers, input_ids_BT, position_ids_BT):
-            if position_ids_BT is not None and self.separation == "rows":
+            if position_ids_BT is not None and self.traits.separation == "rows":
                 return separate_pass(self._pass, input_ids_BT, position_ids_BT).to(self.device)
             masks = {}
-            if position_ids_BT is not None and self.separation == "masks":
+            if position_ids_BT is not None and self.traits.separation == "masks":
                 masks = document_masks(self.config, position_ids_BT, self.dtype)
             hidden = self._pass(input_ids=input_ids_BT, position_ids=position_ids_BT, use_cache=False, **masks)
         return hidden.to(self.device)
-
-    def passes(self, position_ids_BT: Tensor) -> int:
-        """Number of passes that ``hidden_states`` makes for packed rows."""
-        return len(document_rows(position_ids_BT)) if self.separation == "rows" else 1
 
     @cached_property
     def _no_mask(self) -> Tensor:
@@ -403,7 +377,7 @@ class BaseModel:
         return torch.full((1, 1, 1, 1), torch.nan, device=self.device)
 
     def _tree_pass(self, pool: BlockPool, plan: TreePlan) -> Tensor:
-        explicit, gathered = self.explicit_mask, self.traits.gathered
+        explicit, gathered = self.traits.explicit_mask, self.traits.gathered
         with pool.cache.running(plan, explicit, gathered) as cache:
             hidden = self._pass(
                 input_ids=plan.tokens[None],
@@ -424,17 +398,12 @@ class BaseModel:
     @property
     def linear(self) -> bool:
         """Whether logits are a linear function of hidden states, apart from a constant: no soft cap bends them."""
-        return self._output.linear
-
-    @property
-    def logit_scale(self) -> float:
-        """The family's factor on logits, 1 in most."""
-        return self._output.scale
+        return self.output.linear
 
     @property
     def matrices(self) -> Matrices | None:
         """The weights of embeddings and output layer; None if these layers compute more."""
-        embeddings, output = self._embeddings, self._output.matrices
+        embeddings, output = self._embeddings, self.output.matrices
         try:
             scale = embedding_scale(embeddings)
         except UnusualBlockError:
@@ -466,7 +435,7 @@ class BaseModel:
         """The base's logits [..., V] for hidden states [..., D] or [..., F] of any dtype."""
         if self.feature_layers:
             hidden = hidden[..., : self.hidden_size]
-        return self._output(hidden)
+        return self.output(hidden)
 
     def logits_of(self, tokens: Tensor, pack: bool = False) -> Callable[[Tensor], Tensor]:
         """A function that computes only the columns ``tokens`` of ``logits``: hidden states [..., D] -> [..., n].
@@ -478,4 +447,4 @@ class BaseModel:
             tokens: int64 [n] token ids.
             pack: Use our kernel on a CPU; no gradient passes through.
         """
-        return self._output.of(tokens, pack)
+        return self.output.of(tokens, pack)

@@ -147,8 +147,8 @@ class StepGraphs:
     def _objection(self, base: BaseModel, sequences: Sequence[CachedSequence], drafter: Drafter) -> str | None:
         if self._failed:
             return "recording failed before"
-        if base.decoding != "tree" or base.explicit_mask:
-            how = "gets its masks with each call" if base.explicit_mask else "does not verify trees"
+        if base.decoding != "tree" or base.traits.explicit_mask:
+            how = "gets its masks with each call" if base.traits.explicit_mask else "does not verify trees"
             return f"base ({base.name}) {how}"
         if base.recurrent:
             return f"base ({base.name}) has recurrent layers, whose states the host keeps"

@@ -67,7 +67,7 @@ def tensors_of(export: Export, name: str) -> dict[str, Tensor]:
     if heads.lm_heads is not None:
         tensors["lm_head.weight"] = state["lm_heads"][0]
     else:
-        output, scale = base_output(export, name), base_of(export, name).logit_scale
+        output, scale = base_output(export, name), base_of(export, name).output.scale
         rows = output if ids_V is None else output[ids_V.to(output.device)]
         tensors["lm_head.weight"] = rows.to(state["gain"]) * state["gain"] * scale
     return tensors | vocabulary_tensors(heads)

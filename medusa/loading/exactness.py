@@ -44,8 +44,8 @@ def find_out(base: BaseModel) -> BaseModel:
 def _known(base: BaseModel) -> str | None:
     if base.device.type != "cpu":
         return f"kernels of {base.device.type} choose the order of their sums by shapes"
-    if base.explicit_mask or base.attention.name != "exact":
-        how = "gets its masks with each call" if base.explicit_mask else f"is {base.attention.name}"
+    if base.traits.explicit_mask or base.attention.name != "exact":
+        how = "gets its masks with each call" if base.traits.explicit_mask else f"is {base.attention.name}"
         return f"its attention {how}, whose sums depend on where keys stand"
     for name, module in base.model.named_modules() if not base.fused else ():
         if not isinstance(module, OURS) and any(weight.dim() > 1 for weight in module.parameters(recurse=False)):

@@ -74,7 +74,7 @@ def choose_decoding(base: BaseModel) -> BaseModel:
 
 
 def _report(base: BaseModel, reasons: dict[Decoding, str]) -> None:
-    if base.explicit_mask:
+    if base.traits.explicit_mask:
         logger.info("base (%s): masks are passed with each call, since its attention takes no plan", base.name)
     if base.decoding != "tree":
         drafts = "drafts are chains" if base.decoding == "chain" else "it decodes plainly, one token per step"

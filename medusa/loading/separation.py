@@ -63,7 +63,7 @@ def _objection(base: BaseModel, ids_T: Tensor) -> str | None:
     alone_TD = torch.cat([base.hidden_states(document[None])[0] for document in documents])[
         :, : base.hidden_size
     ].float()
-    refusals = REFUSALS if base.separation == "masks" else ()  # other errors would also occur in training
+    refusals = REFUSALS if base.traits.separation == "masks" else ()  # other errors would also occur in training
     try:
         packed_TD = base.hidden_states(ids_T[None], positions_1T)[0, :, : base.hidden_size].float()
     except refusals as error:

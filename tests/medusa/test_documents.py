@@ -28,7 +28,7 @@ def test_packed_documents_are_what_they_are_alone(family, caplog):
     base, oracle = tiny(family)
     with caplog.at_level(logging.WARNING, logger="medusa.loading.separation"):
         base = choose_separation(base, torch.arange(3, 45))
-    assert base.separation == NEEDS.get(family, "positions")
+    assert base.traits.separation == NEEDS.get(family, "positions")
     assert ("hidden states of packed documents differ by" in caplog.text) == (family in NEEDS)
     ids, positions = packed_rows()
     decoder = oracle.model if family == "llama4_text" else oracle.get_decoder()
@@ -54,7 +54,7 @@ def test_a_base_with_a_padding_row_of_zeros_is_measured_too(leaks, monkeypatch):
         with pytest.raises(ValueError, match=r"hidden states of packed documents differ by \d"):
             choose_separation(base, ids)
     else:
-        assert choose_separation(base, ids).separation == "positions"
+        assert choose_separation(base, ids).traits.separation == "positions"
 
 
 def test_the_families_page_names_those_that_need_more():
@@ -92,7 +92,7 @@ def test_one_process_in_which_it_leaks_decides_for_all():
     base, _ = tiny("llama")
     asked = []
     base = choose_separation(base, torch.arange(3, 45), lambda leaks: asked.append(leaks) or len(asked) < 3)
-    assert (base.separation, asked) == ("rows", [False, False, False])
+    assert (base.traits.separation, asked) == ("rows", [False, False, False])
 
 
 def test_a_base_that_sees_what_is_behind_is_refused():
@@ -101,10 +101,10 @@ def test_a_base_that_sees_what_is_behind_is_refused():
     base._pass = lambda input_ids, **rest: run(input_ids=input_ids, **rest) + input_ids.sum()
     with pytest.raises(ValueError, match="cannot be trained on: hidden states of packed documents differ by"):
         choose_separation(base, torch.arange(3, 45))
-    assert base.separation == "positions"
+    assert base.traits.separation == "positions"
 
 
 def test_half_precision_is_no_leak():
     base, _ = tiny("llama")
     base.model.bfloat16()
-    assert choose_separation(base, torch.arange(3, 45)).separation == "positions"
+    assert choose_separation(base, torch.arange(3, 45)).traits.separation == "positions"

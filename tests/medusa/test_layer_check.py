@@ -48,13 +48,13 @@ def test_planted_faults_are_found(deep, kind, layer, monkeypatch):
 
 
 def found(base, kind):
-    return base.decoding != "tree" or (base.explicit_mask and kind != "row")
+    return base.decoding != "tree" or (base.traits.explicit_mask and kind != "row")
 
 
 def test_equally_right_passes_are_not_refused(deep, monkeypatch):
     plant(monkeypatch, deep, "rounding")
     chosen = choose_decoding(deep)
-    assert (chosen.decoding, chosen.explicit_mask) == ("tree", False)
+    assert (chosen.decoding, chosen.traits.explicit_mask) == ("tree", False)
 
 
 @pytest.fixture(scope="module", params=[torch.bfloat16, torch.float32], ids=str)
@@ -75,7 +75,7 @@ def test_real_weights_verify_trees(real, monkeypatch):
     """Also where every operation around attention rounds otherwise than over plain text."""
     plant(monkeypatch, real, "rounding")
     chosen = choose_decoding(real)
-    assert (chosen.decoding, chosen.explicit_mask) == ("tree", False)
+    assert (chosen.decoding, chosen.traits.explicit_mask) == ("tree", False)
 
 
 @pytest.mark.parametrize("deep", [torch.float32], indirect=True, ids=str)

@@ -12,6 +12,7 @@ from medusa.acceptance.logits import Warper
 from medusa.drafters import ModelDrafter, SmallModel
 from medusa.heads.layer import LayerConfig
 from medusa.loading.self_test import choose_decoding
+from medusa.train.fresh_heads import last_norm
 from tests.medusa.rules import make_rule
 from tests.medusa.test_conformance import config_of
 from tests.medusa.test_model_drafter import words
@@ -56,7 +57,7 @@ def heads_for(base, architecture, **options):
     if architecture in ("attention", "block"):
         options["layer"] = LayerConfig.of(base.config)
     heads = build_heads(HeadsConfig(base.hidden_size, base.vocab_size, 3, architecture=architecture, **options))
-    heads.init_from_base(base.lm_head_weight, base.last_norm)
+    heads.init_from_base(base.lm_head_weight, last_norm(base))
     for parameter in heads.parameters():
         parameter.data += 0.05 * torch.randn_like(parameter)
     return heads.to(base.dtype)

@@ -12,6 +12,7 @@ from medusa.drafters import SampledHeadsDrafter
 from medusa.engine.config import EngineConfig
 from medusa.formats import load_heads
 from medusa.heads.layer import LayerConfig
+from medusa.train.fresh_heads import last_norm
 from medusa.tree import Tree
 from tests.medusa.remembering import TEXTS, Watched, recomputed, scores
 from tests.medusa.test_conformance import config_of
@@ -295,7 +296,7 @@ def test_fresh_heads_that_read_the_last_layer_predict_what_the_base_predicts(bas
     layers, layer = (1, base.num_layers), LayerConfig.of(base.config)
     config = HeadsConfig(32, base.vocab_size, 3, architecture=architecture, feature_layers=layers, layer=layer)
     heads = build_heads(config).to(base.dtype)
-    heads.init_from_base(base.lm_head_weight, base.last_norm)
+    heads.init_from_base(base.lm_head_weight, last_norm(base))
     hidden = base.tapped(layers).hidden_states(torch.tensor([TEXTS[0]]))[0]
     for features in heads(hidden, torch.randint(1, 90, (len(hidden), 3)), base):
         torch.testing.assert_close(features, hidden[:, : base.hidden_size], atol=1e-5, rtol=1e-5)
@@ -308,7 +309,7 @@ def test_fresh_blocks_say_what_the_state_names(base):
         layer = LayerConfig.of(base.config)
         config = HeadsConfig(32, base.vocab_size, 3, architecture="block", num_layers=layers, layer=layer)
         heads = build_heads(config).to(base.dtype)
-        heads.init_from_base(base.lm_head_weight, base.last_norm)
+        heads.init_from_base(base.lm_head_weight, last_norm(base))
         hidden, path = torch.randn(5, 32, dtype=base.dtype), torch.randint(1, 90, (5, 3))
         for features in heads(hidden, path, base):
             expected = torch.nn.functional.rms_norm(hidden, (32,), eps=layer.rms_norm_eps) * heads.gain

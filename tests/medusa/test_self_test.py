@@ -138,7 +138,7 @@ def test_a_base_with_windows_that_drops_the_plan_is_refused(base, monkeypatch):
     monkeypatch.setattr(base, "spans", {0: Span(window=100), 1: Span()})
     with pytest.raises(UnsupportedBaseError, match="cannot be decoded here"):
         choose_decoding(base)
-    assert not base.explicit_mask
+    assert not base.traits.explicit_mask
 
 
 def test_where_only_single_rows_are_right_every_step_is_plain(base, make_heads, monkeypatch, caplog):

@@ -50,7 +50,7 @@ def test_windows_by_cache_row_are_refused():
 def test_the_same_family_without_local_layers_is_right(tokenizer):
     base = tiny("gpt_neo", **GPT_NEO, attention_types=[[["global"], 2]])
     base = choose_decoding(base)
-    assert (base.decoding, base.explicit_mask) == ("tree", True)
+    assert (base.decoding, base.traits.explicit_mask) == ("tree", True)
     assert_text_is_transformers_own(base, tokenizer)
 
 

@@ -60,7 +60,7 @@ def test_a_run_measures_its_base(leaky, samples: Path, tmp_path: Path, joint: bo
         made = Trainer(
             read_recipe(recipe, {"run": str(tmp_path)}), RunDirectory(tmp_path), Workers.start("cpu", StopRequest())
         )
-    assert made.base.separation == WAYS[family]
+    assert made.base.traits.separation == WAYS[family]
     assert SAID[family] in caplog.text
     losses = [made.train_step()["loss"] for _ in range(3)]
     assert losses[2] < losses[0]
@@ -82,7 +82,7 @@ def test_a_sharded_base_is_measured_too(leaky, samples: Path) -> None:
     base = choose_decoding(load_sharded(str(directory), torch.float32, workers.device))
     packed = pack(read_samples(samples, base.tokenizer)[:6], 192)
     base = choose_separation(base, packed.input_ids[0].long(), workers.any)
-    assert base.separation == WAYS[family]
+    assert base.traits.separation == WAYS[family]
     ids, positions = packed.input_ids.long(), packed.position_ids.long()
     with torch.no_grad():
         found = base.hidden_states(ids, positions)

@@ -7,11 +7,12 @@ import torch
 from safetensors.torch import load_file
 
 from medusa.formats import find_format
+from medusa.train.fresh_heads import last_norm
 
 
 def trained(heads, base):
     """Fresh heads as if they had been trained: other weights, and no longer the first tokens to draft."""
-    heads.init_from_base(base.lm_head_weight, base.last_norm)
+    heads.init_from_base(base.lm_head_weight, last_norm(base))
     for parameter in heads.parameters():
         parameter.data += 0.2 * torch.randn_like(parameter)
     if heads.draft_ids is not None:

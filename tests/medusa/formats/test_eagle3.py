@@ -84,7 +84,7 @@ def test_the_base_s_output_layer_travels_along(base, new_heads, tmp_path, form, 
 
 
 def test_the_base_s_factor_on_logits_travels_along(base, new_heads, tmp_path, monkeypatch):
-    monkeypatch.setattr(base._output, "scale", 0.125)
+    monkeypatch.setattr(base.output, "scale", 0.125)
     heads = new_heads("3.1", own_lm_heads=False)
     export_heads(Export(heads, base), "eagle3", tmp_path)
     torch.testing.assert_close(said(base, load_heads(tmp_path)), said(base, heads))
