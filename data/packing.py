@@ -92,7 +92,7 @@ class PackedRows:
         return digest.hexdigest()[:16]
 
 
-def pack(samples: Sequence[Sample], row_tokens: int, prompts: bool = False) -> PackedRows:
+def pack(samples: Sequence[Sample], row_tokens: int) -> PackedRows:
     """Pack samples into rows by best fit, longest first; deterministic.
 
     Samples longer than a row are cut into pieces; pieces in which no head has a target are dropped.
@@ -100,12 +100,11 @@ def pack(samples: Sequence[Sample], row_tokens: int, prompts: bool = False) -> P
     Args:
         samples: token ids with loss masks.
         row_tokens: T.
-        prompts: every token may be a target, marked or not.
 
     Raises:
         ValueError: nothing is left to train on.
     """
-    if packed := pack_window(samples, row_tokens, prompts):
+    if packed := pack_window(samples, row_tokens):
         return packed
     raise ValueError(
         f"samples ({len(samples)}) hold no supervised token past the second one; "
@@ -114,7 +113,7 @@ def pack(samples: Sequence[Sample], row_tokens: int, prompts: bool = False) -> P
 
 
 def pack_window(samples: Sequence[Sample], row_tokens: int, prompts: bool = False) -> PackedRows:
-    """Pack samples like `pack`, but return no rows if nothing is left."""
+    """Pack samples like `pack`, but return no rows if nothing is left; with `prompts` every token may be a target."""
     pieces = [piece for sample in samples for piece in _cut(sample, row_tokens, prompts)]
     rows = _best_fit([len(ids) for ids, _ in pieces], row_tokens)
     input_ids_RT = torch.zeros(len(rows), row_tokens, dtype=torch.int32)

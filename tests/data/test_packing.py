@@ -4,7 +4,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from medusa.data.packing import IGNORE, PackedRows, pack
+from medusa.data.packing import IGNORE, PackedRows, pack, pack_window
 from medusa.data.sources import Sample
 
 
@@ -53,7 +53,7 @@ def test_long_samples_are_cut_and_pieces_without_labels_dropped() -> None:
 
 def test_pieces_without_labels_stay_where_prompts_count() -> None:
     samples = [_sample(list(range(20)), [0] * 12 + [1] * 8), _sample([30, 31], [0, 0])]
-    packed = pack(samples, row_tokens=8, prompts=True)
+    packed = pack_window(samples, row_tokens=8, prompts=True)
     assert sorted(_documents(packed)) == [[0, 1, 2, 3, 4, 5, 6, 7], [8, 9, 10, 11, 12, 13, 14, 15], [16, 17, 18, 19]]
     targets = packed.targets(torch.arange(3), num_heads=1)
     assert int((targets[..., 1] != IGNORE).sum()) == 6 + 6 + 2
