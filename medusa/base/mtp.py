@@ -70,10 +70,8 @@ class MtpLayer(Follower):
         config, loader = model.config.get_text_config(), MtpModel
         if config.model_type.startswith(("qwen3_5", "qwen3_next")):
             # transformers knows neither the number of these layers nor what they are.
-            config.num_mtp_layers, config.mtp_layer_types = (
-                getattr(config, "mtp_num_hidden_layers", 1),
-                ["full_attention"],
-            )
+            config.num_mtp_layers = getattr(config, "mtp_num_hidden_layers", 1)
+            config.mtp_layer_types = ["full_attention"]
             loader = _QwenMtp
         count = getattr(config, "num_mtp_layers", None) or 0
         if count != 1:

@@ -22,8 +22,6 @@ REPOSITORY = Path(__file__).with_name("repository")
 """The code, which is copied unchanged."""
 SHARED = {path.name: path for path in (Path(str(module.__file__)) for module in (layer, layer_check, spans, taps))}
 """Files of this package that the code needs; they replace the files that import them."""
-ARCHITECTURES = ("medusa", "markov", "hydra", "recurrent", "attention", "block")
-"""Architectures that the code supports."""
 
 
 class CustomGenerate(Native):
@@ -31,7 +29,7 @@ class CustomGenerate(Native):
 
     name = "custom-generate"
     summary = "plain transformers: model.generate(custom_generate=DIR, trust_remote_code=True)"
-    architectures = ARCHITECTURES
+    architectures = ("medusa", "markov", "hydra", "recurrent", "attention", "block")
 
     def matches(self, directory: Path) -> bool:
         """See ``Format``; decided by the code and the weights."""

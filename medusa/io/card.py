@@ -3,7 +3,7 @@
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 from huggingface_hub import ModelCardData, hf_hub_download
 from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]
@@ -218,7 +218,8 @@ def _speed(report: Mapping[str, Any]) -> str:
 def _training(told: Mapping[str, Any]) -> list[Row]:
     """Facts about the training run; paths of its machine are cut to their last part."""
     lora, versions = _at(told, "recipe", "lora", "rank"), _at(told, "versions")
-    used = [f"{name} {version}" for name, version in versions.items() if version] if _is_object(versions) else []
+    versions = versions if isinstance(versions, Mapping) else {}
+    used = [f"{name} {version}" for name, version in versions.items() if version]
     rows: list[Row] = [
         ("base in training", f"changed by an adapter of rank {lora}" if lora else "frozen" if told else None),
         ("data", published(str(_at(told, "data", "source") or "")) or None),
@@ -255,12 +256,8 @@ def _use(config: HeadsConfig, format_name: str, name: str) -> str:
 def _at(values: Any, *keys: str) -> Any:
     """The value at a chain of keys; None if one is missing."""
     for key in keys:
-        values = values.get(key) if _is_object(values) else None
+        values = values.get(key) if isinstance(values, Mapping) else None
     return values
-
-
-def _is_object(values: object) -> TypeGuard[Mapping[str, Any]]:
-    return isinstance(values, Mapping)
 
 
 def _are_numbers(values: object) -> bool:

@@ -55,7 +55,7 @@ def make_plan(asked: Asked, measured: Measured, spent: float, free: float) -> Pl
         answer_tokens=facts.answer_tokens,
         compared=compared,
         state_bytes=states,
-        reading=costs.first_pass(conversations),
+        reading=conversations * (costs.first - costs.later),
         seconds={stage: costs.of(conversations, epochs, stage) for stage in STAGES},
         recipe={**measured.shape, "optim.epochs": float(epochs), **cache, **_ends(measured, compared)},
     )

@@ -116,10 +116,6 @@ class Costs(NamedTuple):
         }.get(stage, 0.0)
         return self.fixed.get(stage, 0.0) + conversations * each
 
-    def first_pass(self, conversations: int) -> float:
-        """Seconds of the base's pass over all conversations."""
-        return conversations * (self.first - self.later)
-
 
 def divide(seconds: float, costs: Costs, most: int) -> tuple[int, int]:
     """Divide the time between answers and passes over them: (conversations, epochs).

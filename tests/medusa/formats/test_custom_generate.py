@@ -119,7 +119,7 @@ def lucky_trees(model, texts, mask):
 
 
 def test_all_heads_can_travel():
-    assert set(custom_generate.ARCHITECTURES) == set(ARCHITECTURES)
+    assert set(custom_generate.CustomGenerate.architectures) == set(ARCHITECTURES)
 
 
 @pytest.mark.parametrize("variant", ["medusa", "features", "draft-vocabulary"])
