@@ -4,6 +4,9 @@ from collections import OrderedDict
 from collections.abc import Collection, Hashable, Iterator, Sequence
 from typing import NamedTuple
 
+BLOCK = 32
+"""Positions of a block. Smaller blocks share more and waste less, but make attention a little slower."""
+
 
 class Entry(NamedTuple):
     """A block whose content is known.
@@ -21,14 +24,9 @@ class Entry(NamedTuple):
 
 
 class BlockIndex:
-    """The known blocks, and the order in which unused ones may be evicted.
+    """The known blocks, and the order in which unused ones may be evicted."""
 
-    Args:
-        size: Tokens of a block.
-    """
-
-    def __init__(self, size: int) -> None:
-        self._size = size
+    def __init__(self) -> None:
         self._entries: dict[tuple[int, tuple[Hashable, ...]], Entry] = {}
         self._of: dict[int, Entry] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()
@@ -46,8 +44,8 @@ class BlockIndex:
     def chain(self, tokens: Sequence[Hashable]) -> Iterator[Entry]:
         """The known blocks at the beginning of a text, in order."""
         before = 0
-        for start in range(0, len(tokens) - self._size + 1, self._size):
-            entry = self._entries.get((before, tuple(tokens[start : start + self._size])))
+        for start in range(0, len(tokens) - BLOCK + 1, BLOCK):
+            entry = self._entries.get((before, tuple(tokens[start : start + BLOCK])))
             if entry is None:
                 return
             yield entry

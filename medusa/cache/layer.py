@@ -10,22 +10,21 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from medusa.attention.contract import TreePlan
+from medusa.cache.index import BLOCK
 from medusa.recurrence import RecurrentStates
 
 
 class Arena:
-    """Keys and values [blocks, size, Hkv, D] of one layer; on a CPU pages that were never written use no memory."""
+    """Keys and values [blocks, BLOCK, Hkv, D] of one layer; on a CPU pages that were never written use no memory."""
 
-    def __init__(self, size: int) -> None:
-        self._size = size
+    def __init__(self) -> None:
         self.keys: Tensor | None = None
         self.values: Tensor | None = None
 
     def allocate(self, blocks: int, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate memory for key and value states [B, Hkv, N, D], on their device."""
         self.keys, self.values = (
-            states.new_empty(blocks, self._size, states.shape[1], states.shape[3])
-            for states in (key_states, value_states)
+            states.new_empty(blocks, BLOCK, states.shape[1], states.shape[3]) for states in (key_states, value_states)
         )
 
     @torch.inference_mode()
@@ -151,7 +150,7 @@ class PassCache(Cache):
         return self._places[device]
 
     def seen(self, buffer: Tensor) -> Tensor:
-        """The part of keys or values [blocks, size, Hkv, D] that attention reads."""
+        """The part of keys or values [blocks, BLOCK, Hkv, D] that attention reads."""
         if self._explicit:
             return self._side_by_side(buffer.flatten(0, 1))
         if self._gathered:

@@ -9,13 +9,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from medusa.cache.index import BlockIndex, Entry
+from medusa.cache.index import BLOCK, BlockIndex, Entry
 from medusa.cache.layer import Arena, PassCache
 from medusa.cache.table import BlockTables
 from medusa.recurrence import RecurrentStates
 
-BLOCK = 32
-"""Positions of a block. Smaller blocks share more and waste less, but make attention a little slower."""
 RESERVED = 131_072
 """Positions for which a pool without a limit reserves addresses at first, on a CPU. Addresses cost nothing, but growth
 copies all keys and values, which stops all sequences for seconds."""
@@ -72,7 +70,7 @@ class BlockPool:
     ) -> None:
         self._ahead, self._stateful = ahead, recurrent
         self.limit, self.owner, self.device = None if tokens is None else tokens // BLOCK + 1, owner, device
-        self.arenas = [Arena(BLOCK) for _ in range(num_layers)]
+        self.arenas = [Arena() for _ in range(num_layers)]
         reserved = RESERVED if device.type == "cpu" else RESERVED_ON_DEVICE
         self.recurrent = RecurrentStates()
         self.cache = PassCache(self.arenas, -(-reserved // BLOCK) if self.limit is None else self.limit, self.recurrent)
@@ -82,7 +80,7 @@ class BlockPool:
         self._moves = 0
         self._free: list[int] = []
         self._users: Counter[int] = Counter()
-        self._index = BlockIndex(BLOCK)
+        self._index = BlockIndex()
         self._addresses = list[int](), torch.empty(0, dtype=torch.int64)
 
     @property

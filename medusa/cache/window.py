@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from medusa.attention.contract import BlockTable, TreePlan
-from medusa.cache.pool import BLOCK
+from medusa.cache.index import BLOCK
 
 SINK = BLOCK
 """Number of first positions that stay visible."""
