@@ -44,13 +44,10 @@ def rows_of_step(seed: int, step: int, rows_per_step: int, num_rows: int) -> Ten
     """Row indices of one step, int64 [rows_per_step], from a sequence of permutations, one per epoch."""
     first, last = step * rows_per_step, (step + 1) * rows_per_step
     epochs = range(first // num_rows, -(-last // num_rows))
-    chain = torch.cat([_permutation(seed, epoch, num_rows) for epoch in epochs])
+    generators = (torch.Generator().manual_seed(mixed_seed(seed, epoch)) for epoch in epochs)
+    chain = torch.cat([torch.randperm(num_rows, generator=generator) for generator in generators])
     offset = first - epochs.start * num_rows
     return chain[offset : offset + rows_per_step]
-
-
-def _permutation(seed: int, epoch: int, num_rows: int) -> Tensor:
-    return torch.randperm(num_rows, generator=torch.Generator().manual_seed(mixed_seed(seed, epoch)))
 
 
 def mixed_seed(seed: int, index: int) -> int:

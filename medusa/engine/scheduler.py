@@ -115,7 +115,8 @@ class Scheduler:
         held_up = list[Request]()
         while self._waiting and len(under_way) < (self._config.max_requests or len(under_way) + 1):
             request = min(self._waiting, key=lambda one: (one.priority, clients[one.client], one.number))
-            text = self._findable(request)
+            # The prefix cache may supply all but the last token, whose logits are needed.
+            text = [] if request.unscored else request.text[:-1]
             known = self.pool.known(text, request.observers)
             if self._computed_by_another(text, known):
                 held_up.append(request)
@@ -136,10 +137,6 @@ class Scheduler:
         if not request.output.tokens:
             request.output.cached_tokens = found
         self._prompts.append(request)
-
-    def _findable(self, request: Request) -> list[int]:
-        """The part of a text that the prefix cache may supply: all but the last token, whose logits are needed."""
-        return [] if request.unscored else request.text[:-1]
 
     def _computed_by_another(self, text: list[int], known: int) -> bool:
         """Whether another admitted request is computing the first unknown block of this text, to compute it once."""

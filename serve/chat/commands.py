@@ -117,6 +117,7 @@ OTHERS: dict[str, Callable[[Repl, str], None]] = {"system": _system, "colour": _
 
 def _stats(repl: Repl, _: str) -> None:
     outputs, turns = repl.outputs, len(repl.conversation.turns)
+    talked = len(repl.model.chat_prompt(repl.conversation.messages())) if turns else 0  # also what is left out by now
     tokens, steps = sum(len(output.tokens) for output in outputs), sum(output.steps for output in outputs)
     seconds = sum(output.seconds for output in outputs)
     known, read = (sum(getattr(output, name) for output in outputs) for name in ("cached_tokens", "prompt_tokens"))
@@ -126,7 +127,7 @@ def _stats(repl: Repl, _: str) -> None:
         f"  {count(len(outputs), 'answer')}, {count(tokens, 'token')} in {count(steps, 'step')} and {seconds:.1f} s:"
         f" {speed}\n"
         f"  {known:,} of {count(read, 'prompt token')} were known from the answer before\n"
-        f"  conversation: {count(turns, 'turn')}, {count(repl.conversation_tokens(), 'token')};"
+        f"  conversation: {count(turns, 'turn')}, {count(talked, 'token')};"
         f" the context holds {repl.model.base.context_length:,}\n"
         f"  {settings}"
     )

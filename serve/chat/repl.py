@@ -109,10 +109,6 @@ class Repl:
         if self.prefix is not None:
             self.prefix.clear()
 
-    def conversation_tokens(self) -> int:
-        """Number of tokens of the whole conversation, including those that no longer fit the context."""
-        return len(self.model.chat_prompt(self.conversation.messages())) if self.conversation.turns else 0
-
     def _greet(self) -> None:
         if self.title:
             self.terminal.note(self.title)
