@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -26,25 +27,16 @@ LAST_WORDS = 6
 
 def write_recipe(plan: Plan, out: Path) -> Path:
     """Write the plan's recipe; an existing file stays, because training has written it with every value."""
-    path, nested = out / "recipe.yaml", dict[str, Any]()
-    if path.exists():
-        return path
-    for key, value in recipe_values(plan.recipe, out).items():
-        section, _, name = key.rpartition(".")
-        (nested.setdefault(section, {}) if section else nested)[name] = value
-    replace_text(path, yaml.safe_dump(nested, sort_keys=False))
+    path = out / "recipe.yaml"
+    if not path.exists():
+        replace_text(path, yaml.safe_dump(asdict(full_recipe(plan.recipe, out)), sort_keys=False))
     return path
-
-
-def recipe_values(values: dict[str, Any], out: Path) -> dict[str, Any]:
-    """These values with the paths of a run in this directory."""
-    places = {"run": out, "data.train": out / TRAIN, "data.heldout": out / HELDOUT, "data.cache": out / "rows"}
-    return {**{key: str(path) for key, path in places.items()}, **values}
 
 
 def full_recipe(values: dict[str, Any], out: Path) -> Recipe:
     """The recipe of these values for a run in this directory."""
-    return build_recipe(recipe_values(values, out))
+    places = {"run": out, "data.train": out / TRAIN, "data.heldout": out / HELDOUT, "data.cache": out / "rows"}
+    return build_recipe({**{key: str(path) for key, path in places.items()}, **values})
 
 
 def finished(recipe: Path, out: Path) -> bool:
