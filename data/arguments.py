@@ -53,6 +53,21 @@ def at_least(low: int) -> Callable[[str], int]:
     return parse
 
 
+def up_to(high: float, what: str = "a number") -> Callable[[str], float]:
+    """A parser of numbers above 0, up to ``high``; errors say ``what`` they are."""
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = -1.0
+        if not 0 < value <= high:
+            raise argparse.ArgumentTypeError(f"value ({text}) must be {what} above 0, at most {high:g}")
+        return value
+
+    return parse
+
+
 def seconds(text: str) -> float:
     """A parser of finite durations."""
     value = float(text)

@@ -1,11 +1,10 @@
 """The command line of ``medusa data``."""
 
 import argparse
-from collections.abc import Callable
 from typing import Any
 
 from medusa.base.names import default_base
-from medusa.data.arguments import Defaults, add_base_flags, at_least
+from medusa.data.arguments import Defaults, add_base_flags, at_least, up_to
 from medusa.data.exchange import BATCH, EndpointSettings, Settings
 
 EMBEDDED_COUNT = 2000
@@ -62,7 +61,7 @@ def _add_regenerate(parser: argparse.ArgumentParser) -> None:
     add("--api-key-env", metavar="VAR", help="environment variable that holds the key; default: no key")
     add("--concurrency", type=at_least(1), default=EndpointSettings.concurrency, help="requests under way at a time")
     add("--retries", type=at_least(0), default=EndpointSettings.retries, help="more tries of a request that failed")
-    add("--timeout", type=_up_to(86400.0), default=EndpointSettings.timeout, help="seconds per request")
+    add("--timeout", type=up_to(86400.0), default=EndpointSettings.timeout, help="seconds per request")
 
 
 def _add_prompts(parser: argparse.ArgumentParser) -> None:
@@ -99,7 +98,7 @@ def _add_sampling(parser: Any, default: Settings) -> None:
     add("--temperature", type=_temperature, default=default.temperature, help="0 = greedy")
     add(
         "--top-p",
-        type=_up_to(1.0),
+        type=up_to(1.0),
         default=default.top_p,
         help="sample from the most likely tokens that together have this probability",
     )
@@ -114,19 +113,4 @@ def _add_here(parser: Any) -> None:
 
 
 def _temperature(text: str) -> float:
-    return 0.0 if text in ("0", "0.0") else _up_to(100.0)(text)
-
-
-def _up_to(high: float) -> Callable[[str], float]:
-    """A parser of numbers above 0, up to ``high``."""
-
-    def parse(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            value = -1.0
-        if not 0 < value <= high:
-            raise argparse.ArgumentTypeError(f"value ({text}) must be a number above 0, at most {high:g}")
-        return value
-
-    return parse
+    return 0.0 if text in ("0", "0.0") else up_to(100.0)(text)

@@ -7,7 +7,6 @@ one directory.
 
 import argparse
 import logging
-import math
 import os
 import re
 import shutil
@@ -20,6 +19,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.logging import RichHandler
 
+from medusa.data.arguments import up_to
 from medusa.data.exchange import Prompt
 from medusa.files import digest_of_weights
 from medusa.train.own.plan import STAGES, Asked, Plan
@@ -170,21 +170,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--base", required=True, metavar="NAME", help='a directory, a GGUF file, a Hub id, "smollm2" or "embedded"')
-    add("--hours", type=_hours, default=HOURS, help=f"time for all of it (default: {HOURS:g})")
+    hours = up_to(MOST_HOURS, "a number of hours")
+    add("--hours", type=hours, default=HOURS, help=f"time for all of it (default: {HOURS:g})")
     what = "prompts or conversations, in a file or a directory of them (default: the base writes prompts itself)"
     add("--prompts", default="", metavar="FILE", help=what)
     add("--out", default="", metavar="DIR", help="where everything is written (default: runs/NAME)")
     return parser
-
-
-def _hours(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value <= MOST_HOURS:
-        raise argparse.ArgumentTypeError(f"value ({text}) must be a number of hours above 0, at most {MOST_HOURS:g}")
-    return value
 
 
 if __name__ == "__main__":
