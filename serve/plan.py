@@ -50,7 +50,7 @@ def show_plan(args: argparse.Namespace) -> int:
     """
     import torch
 
-    from medusa.base import gguf_convert, gguf_names, groupwise
+    from medusa.base import gguf_convert, gguf_names, groupwise, mx_experts
     from medusa.clock import machine_memory
     from medusa.cpu.native import packing_pays
     from medusa.cpu.packed import DTYPE
@@ -65,6 +65,9 @@ def show_plan(args: argparse.Namespace) -> int:
     if not on_gpu and groupwise.reads(config):
         bits = groupwise.held_bits(config, dtype) if packs else None
         shape = replace(shape, bits=bits or 8 * (1 if args.int8 else shape.itemsize))
+        if bits and groupwise.of_experts(config):
+            held = mx_experts.held_bytes(shape.weights, shape.expert_weights)
+            shape = replace(shape, held=held, bits=round(8 * held / shape.weights))
     if file and packs and dtype in (None, DTYPE):
         held = gguf_convert.held_bytes(file)
         shape = replace(shape, held=held, bits=round(8 * held / shape.weights))

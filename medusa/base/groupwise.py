@@ -1,4 +1,4 @@
-"""Checkpoints with groups of 4 or 8 bit weights (GPTQ, AWQ, compressed-tensors) as bases on a CPU.
+"""Checkpoints with groups of 4 or 8 bit weights (GPTQ, AWQ, compressed-tensors, MXFP4) as bases on a CPU.
 
 A layer stays packed (``medusa.cpu.packed``) if our kernels support its groups; otherwise it is expanded. Both compute
 with the same weights. On a GPU, transformers reads these checkpoints.
@@ -9,6 +9,7 @@ import json
 import logging
 import math
 import re
+from collections import defaultdict
 from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -21,7 +22,9 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
+from medusa.base import mx_experts
 from medusa.base.group_layouts import LAYOUTS, Grouped, Layout, bits_and_sizes, read_layer
+from medusa.cpu.experts import PackedExperts
 from medusa.cpu.packed import Packed, PackedLinear
 
 logger = logging.getLogger(__name__)
@@ -33,12 +36,19 @@ INDEX = "model.safetensors.index.json"
 
 def reads(config: Any) -> bool:
     """Whether ``load`` knows the quantisation method of a base with this config."""
-    return _quantisation(config).get("quant_method") in LAYOUTS
+    return _quantisation(config).get("quant_method") in (*LAYOUTS, mx_experts.METHOD)
+
+
+def of_experts(config: Any) -> bool:
+    """Whether the quantised weights of a base with this config are those of experts (``medusa.base.mx_experts``)."""
+    return _quantisation(config).get("quant_method") == mx_experts.METHOD
 
 
 def describe(config: Any) -> str:
     """Describe the weights of a base with this config; "" if ``load`` does not support them."""
     told = _quantisation(config)
+    if of_experts(config):
+        return mx_experts.DESCRIPTION
     if not reads(config) or LAYOUTS[told["quant_method"]].oddities(told):
         return ""
     kinds = [
@@ -62,6 +72,8 @@ def held_bits(config: Any, dtype: torch.dtype | None) -> int | None:
     """
     if not describe(config) or (dtype or packed_dtype(config)) != torch.bfloat16:
         return None
+    if of_experts(config):
+        return math.ceil(mx_experts.BITS)
     kinds = bits_and_sizes(_quantisation(config))
     return max(math.ceil(bits + (32 / size if size else 0) + (bits == 4) / 4) for bits, size in kinds)
 
@@ -81,31 +93,27 @@ def load(name: str, config: Any, dtype: torch.dtype, pack: bool) -> PreTrainedMo
         ValueError: It is quantised in an unsupported way, or its layers are not those of the model.
     """
     told = _quantisation(config)
-    _check(told)
+    if not of_experts(config):
+        _check(told)
     plain = copy.deepcopy(config)
     del plain.quantization_config
     with no_init_weights():  # memory that is never written is not used
         model: PreTrainedModel = AutoModelForCausalLM.from_config(plain, dtype=dtype)
     directory = Path(name) if Path(name).is_dir() else Path(snapshot_download(name, allow_patterns=FILES))
-    layout, packed = LAYOUTS[told["quant_method"]], dict[str, Packed]()
-    tied = model.get_output_embeddings() if plain.tie_word_embeddings else None
     with ExitStack() as stack:
         stored = _stored(directory, stack)
-        layers = {path for path, _, own in (key.rpartition(".") for key in stored) if own == layout.parts[0]}
-        parts = {f"{path}.{own}" for path in layers for own in layout.parts}
-        state = _plain({key: file for key, file in stored.items() if key not in parts}, model, dtype)
-        for path in sorted(layers):
-            module = _linear(model, path)
-            weight = _weight(layout, stored, path, module, told)
-            kept = _packed(weight) if pack and module is not tied else None
-            if kept is None:
-                state[f"{path}.weight"] = weight.expand(dtype)
-            else:
-                packed[path] = kept
-    _fill(model, state, packed)
-    for path, kept in packed.items():
-        model.set_submodule(path, PackedLinear(kept, _linear(model, path).bias))
-    counts = len(packed), len(layers) - len(packed)
+        if of_experts(config):
+            parts = {f"{one}{part}" for one in mx_experts.names_of(stored) for part in mx_experts.PARTS}
+            expanded, packed = mx_experts.read(stored, model, dtype, pack)
+        else:
+            layout = LAYOUTS[told["quant_method"]]
+            layers = {path for path, _, own in (key.rpartition(".") for key in stored) if own == layout.parts[0]}
+            parts = {f"{path}.{own}" for path in layers for own in layout.parts}
+            expanded, packed = _layers(layout, stored, layers, model, dtype, pack, told)
+        plain_state = _plain({key: file for key, file in stored.items() if key not in parts}, model, dtype)
+    _fill(model, plain_state | expanded, packed)
+    _set_packed(model, packed)
+    counts = len(packed), len(expanded)
     logger.info("base %s: %s, %d layers kept packed, %d expanded", name, describe(config), *counts)
     if (directory / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(directory)
@@ -155,6 +163,43 @@ def _plain(stored: Mapping[str, Any], model: PreTrainedModel, dtype: torch.dtype
     return plain
 
 
+def _layers(
+    layout: Layout,
+    stored: Mapping[str, Any],
+    layers: Collection[str],
+    model: PreTrainedModel,
+    dtype: torch.dtype,
+    pack: bool,
+    told: Mapping[str, Any],
+) -> tuple[dict[str, Tensor], dict[str, Packed]]:
+    """Weights of these linear layers by the model's names: expanded and packed ones."""
+    expanded, packed = dict[str, Tensor](), dict[str, Packed]()
+    tied = model.get_output_embeddings() if model.config.tie_word_embeddings else None
+    for path in sorted(layers):
+        module = _linear(model, path)
+        weight = _weight(layout, stored, path, module, told)
+        kept = _packed(weight) if pack and module is not tied else None
+        if kept is None:
+            expanded[f"{path}.weight"] = weight.expand(dtype)
+        else:
+            packed[f"{path}.weight"] = kept
+    return expanded, packed
+
+
+def _set_packed(model: PreTrainedModel, packed: Mapping[str, Packed]) -> None:
+    """Let layers with packed weights compute with them."""
+    owners = defaultdict[str, dict[str, Packed]](dict)
+    for name, kept in packed.items():
+        path, _, own = name.rpartition(".")
+        owners[path][own] = kept
+    for path, parts in owners.items():
+        module: Any = model.get_submodule(path)
+        linear = isinstance(module, nn.Linear)
+        model.set_submodule(
+            path, PackedLinear(parts["weight"], module.bias) if linear else PackedExperts.of(module, parts)
+        )
+
+
 def _linear(model: PreTrainedModel, path: str) -> nn.Linear:
     """The linear layer of the model with this name."""
     try:
@@ -187,7 +232,7 @@ def _packed(weight: Grouped) -> Packed | None:
 
 
 def _fill(model: PreTrainedModel, state: dict[str, Tensor], packed: Collection[str]) -> None:
-    """Set all tensors of a model except the weights of packed layers.
+    """Set all tensors of a model except the packed weights.
 
     Raises:
         ValueError: Tensors are missing, or not in the model.
@@ -195,7 +240,7 @@ def _fill(model: PreTrainedModel, state: dict[str, Tensor], packed: Collection[s
     missing, unexpected = map(set, model.load_state_dict(state, strict=False, assign=True))
     model.tie_weights(missing_keys=missing, recompute_mapping=False)
     patterns = [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq"]
-    missing -= {f"{path}.weight" for path in packed}
+    missing -= set(packed)
     odd = {key for key in unexpected if not any(re.search(pattern, key) for pattern in patterns)} | missing
     if odd:
         where = "is missing" if min(odd) in missing else "is not in the model"

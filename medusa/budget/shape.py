@@ -1,6 +1,7 @@
 """What memory and time of a base follow from, read from its config alone: no weight is loaded."""
 
 import copy
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -145,6 +146,7 @@ def _experts(config: Any, name: str) -> tuple[int, int]:
 
 def _bits(config: Any, name: str) -> int | None:
     """Of a weight of the layers; None = it is not quantised."""
+    from medusa.base import mx_experts
     from medusa.base.group_layouts import bits_and_sizes
 
     quantised = getattr(config, "quantization_config", None)
@@ -152,6 +154,8 @@ def _bits(config: Any, name: str) -> int | None:
         return None
     told = quantised if isinstance(quantised, dict) else quantised.to_dict()
     bits = told.get("bits") or (4 if told.get("load_in_4bit") else None)
+    if told.get("quant_method") == mx_experts.METHOD:
+        return math.ceil(mx_experts.BITS)
     bits = bits or (8 if told.get("load_in_8bit") or told.get("quant_method") == "fp8" else None)
     if bits is None and told.get("config_groups"):
         bits = max(each for each, _ in bits_and_sizes(told))

@@ -63,6 +63,15 @@ def _q8_0(blocks: Tensor) -> Parts:
     return Parts(3, _half(blocks, 0), blocks[..., 2:].view(torch.int8))
 
 
+def mx_parts(exponents: Tensor, numbers: Tensor) -> Parts:
+    """The parts of MXFP4: exponents uint8 [P, 16, K, 1] of at least 2 where numbers are not 0, as these count twice."""
+    return Parts(9, (exponents.clamp(min=2) - 1).view(torch.float8_e8m0fnu), numbers)
+
+
+def _mxfp4(blocks: Tensor) -> Parts:
+    return mx_parts(blocks[..., :1], _nibbles(blocks[..., 1:]))
+
+
 def _six_bits(blocks: Tensor) -> Tensor:
     """uint8 [..., 8 B, 2]: scales and minima of a superblock's eight runs."""
     first, second, rest = blocks[..., 4:16].unflatten(-1, (3, 4)).unbind(-2)
@@ -101,6 +110,7 @@ KINDS: dict[str, tuple[Callable[[Tensor], Parts], int, int]] = {
     "Q5_0": (_q5_0, 32, 22),
     "Q5_1": (_q5_1, 32, 24),
     "Q8_0": (_q8_0, 32, 34),
+    "MXFP4": (_mxfp4, 32, 17),
     "Q4_K": (_q4_k, 256, 144),
     "Q5_K": (_q5_k, 256, 176),
     "Q6_K": (_q6_k, 256, 210),

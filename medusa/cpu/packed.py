@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from medusa.cpu.gguf_types import KINDS, Parts
+from medusa.cpu.gguf_types import KINDS, Parts, mx_parts
 from medusa.cpu.native import LinearKernel, LinearStruct, available, has_tiles, kernels
 
 PANEL, RUN = 16, 32
@@ -36,22 +36,26 @@ class Form(NamedTuple):
     code: torch.dtype
     codes: int
     bits: int
+    sign: bool = False
 
 
 FORMS = {
     1: Form(torch.float16, 2, torch.uint8, 0, 4),
     2: Form(torch.float16, 2, torch.uint8, 0, 5),
-    3: Form(torch.float16, 1, torch.int8, 0, 8),
+    3: Form(torch.float16, 1, torch.int8, 0, 8, True),
     4: Form(torch.float16, 2, torch.uint8, 2, 4),
     5: Form(torch.float16, 2, torch.uint8, 2, 5),
-    6: Form(torch.float16, 1, torch.int8, 2, 8),
+    6: Form(torch.float16, 1, torch.int8, 2, 8, True),
     7: Form(torch.float32, 1, torch.uint8, 1, 4),
-    8: Form(torch.float32, 1, torch.int8, 0, 8),
+    8: Form(torch.float32, 1, torch.int8, 0, 8, True),
+    9: Form(torch.float8_e8m0fnu, 1, torch.uint8, 0, 4, True),
 }
 """Layouts by ``Packing`` of kernels/weights.h."""
-FOR_TILES, IN_LANES, ROUNDED_ROWS = 0, 8, 16
+FOR_TILES, IN_LANES, ROUNDED_ROWS = 0, 16, 32
 """Added to a packing: the order of its integers for a matrix unit, or for vectors of outputs; in the last case rows are
 rounded too (kernels/int8.h)."""
+E2M1_TWICE = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12])
+"""Integers by the four bits of layout 9."""
 BYTE = [0, 2, 1, 3]
 """Place of each of four inputs in this second order."""
 
@@ -110,6 +114,20 @@ class Packed:
         if signed.amin() < -128 or signed.amax() > 127:
             return None
         return cls._of(Parts(8, factors, _panels(signed.to(torch.int8).view(outputs, -1, RUN))), outputs, inputs)
+
+    @classmethod
+    def of_mx(cls, numbers: Tensor, exponents: Tensor) -> "Packed | None":
+        """Pack a weight of MXFP4; None if no packing represents it exactly (numbers below 2^-126, or NaN).
+
+        Args:
+            numbers: uint8 [O, K, 32] numbers of 4 bits (E2M1).
+            exponents: uint8 [O, K] scales of the runs (E8M0).
+        """
+        small = (exponents < 2) & (numbers & 7).any(-1)
+        if (small | (exponents == 255)).any():
+            return None
+        parts = mx_parts(_panels(exponents[..., None]), _panels(numbers))
+        return cls._of(parts, len(numbers), numbers.shape[1] * RUN)
 
     @classmethod
     def _of(cls, parts: Parts, outputs: int, inputs: int) -> "Packed":
@@ -211,11 +229,11 @@ class Packed:
         if form.codes == 1:
             values = factors[:, :, 0], -(factors[:, :, 0] * codes[:, :, 0])
         elif form.codes == 2:
-            sign = 1 if form.bits == 8 else -1
-            values = factors[:, :, 0] * codes[:, :, 0], sign * (factors[:, :, -1] * codes[:, :, 1])
+            values = factors[:, :, 0] * codes[:, :, 0], (1 if form.sign else -1) * (factors[:, :, -1] * codes[:, :, 1])
         rest = blocks[..., at:].reshape(panels, runs, -1)
         whole = (_in_lanes if self.packing > IN_LANES else _for_tiles)(rest, form.bits)
-        if form.bits == 8:
+        if form.sign:
+            whole = E2M1_TWICE[whole.int()] if form.bits == 4 else whole
             halves = whole.unflatten(-1, (2, RUN // 2))
             numbers = (halves.float() * torch.stack(values, -1)[..., None]).flatten(3)
         else:

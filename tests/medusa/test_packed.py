@@ -50,6 +50,10 @@ def quantised(kind, outputs, inputs):
     scales = (
         (chance.normal(size=(*blocks.shape[:2], 2)) / (3000 if numbers > 32 else 50)).astype(np.float16).view(np.uint8)
     )
+    if kind == "MXFP4":  # powers of 2
+        blocks[..., 0] = chance.integers(110, 125, blocks.shape[:2])
+        blocks = blocks.reshape(outputs, -1)
+        return blocks, dequantize(blocks, GGMLQuantizationType[kind])
     places = {"Q6_K": [-2, -1], "Q4_0": [0, 1], "Q5_0": [0, 1], "Q8_0": [0, 1]}.get(kind, [0, 1, 2, 3])
     blocks[..., places] = scales[..., : len(places)]
     blocks = blocks.reshape(outputs, -1)
@@ -74,7 +78,7 @@ def test_numbers_and_sums_are_those_of_expanded_weights(kind, shape, monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("kind", "most"), [("Q4_1", 5.0), ("Q5_1", 6.0), ("Q8_0", 8.5), ("Q4_K", 4.63), ("Q5_K", 5.63), ("Q6_K", 8.57)]
+    ("kind", "most"), [("Q4_1", 5.0), ("Q5_1", 6.0), ("Q8_0", 8.5), ("MXFP4", 4.25), ("Q4_K", 4.63), ("Q5_K", 5.63), ("Q6_K", 8.57)]
 )
 def test_what_is_packed_takes_what_it_takes_in_the_file_or_8_bits(kind, most):
     packed = Packed.of(torch.from_numpy(quantised(kind, 64, 512)[0]), kind)

@@ -9,7 +9,7 @@
 #pragma once
 #include "packed.h"
 
-constexpr int LARGEST = 127, ZERO = 128, ZERO_OF_SIX = ZERO >> 2;
+constexpr int LARGEST = 127, ZERO = 128, ZERO_OF_SIX = ZERO >> 2, ZERO_OF_E2M1 = ZERO >> 3;
 constexpr int ROWS8 = LANES == 16 ? 8 : 4;  // whose sums are in registers
 constexpr int NEAR8 = 16;                  // rows that stay near while weights pass by
 
@@ -84,6 +84,19 @@ static inline vbytes weights(const FiveLanes& all, int v, int g) {
     const vs fifth = load<vs>(all.fifth[v * LANES]);
     return weights((const FourLanes&)all, v, g) | (vbytes(g < 4 ? fifth << (4 - g) : fifth >> (g - 4)) & 16);
 }
+static inline vbytes weights(const E2M1Lanes& all, int v, int g) {  // ZERO_OF_E2M1 too large
+    const vbytes four = weights((const FourLanes&)all, v, g);
+#if defined(__AVX512BW__)
+    const __m128i twice = _mm_load_si128((const __m128i*)E2M1_TWICE);
+    return vbytes(_mm512_shuffle_epi8(_mm512_broadcast_i32x4(twice), __m512i(four))) + uint8_t(ZERO_OF_E2M1);
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+    const __m128i twice = _mm_load_si128((const __m128i*)E2M1_TWICE);
+    return vbytes(_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(twice), __m256i(four))) + uint8_t(ZERO_OF_E2M1);
+#else
+    const vbytes size = size_of_e2m1(four & 7), sign = vbytes(four > 7);
+    return (size ^ sign) - sign + uint8_t(ZERO_OF_E2M1);
+#endif
+}
 static inline vbytes weights(const EightLanes& all, int v, int g) { return load<vbytes>(all.numbers[g][v * LANES]); }
 
 // Sums of products of R rows and a panel, each in its lane.
@@ -149,11 +162,12 @@ template <int R, class Panel> static void panel_sums(const Panel& panel, int64_t
             add(all, values[1]);
         } else {
             const auto from = [&](int v, int g) { return weights(numbers, v, g); };
-            EACH_SUM all[r][v] = vi{};
-            if constexpr (SHORT && std::is_same_v<Numbers, FiveLanes>) dots<R, 0, 4, true>(from, x, room, all), dots<R, 2, 4, true>(from, x, room, all);
+            constexpr bool IS_E2M1 = std::is_same_v<Numbers, E2M1Lanes>;
+            EACH_SUM all[r][v] = vi{} + (IS_E2M1 ? (x[r * room].start[0] + x[r * room].start[1]) / (ZERO / ZERO_OF_E2M1) : 0);
+            if constexpr (SHORT && (IS_E2M1 || std::is_same_v<Numbers, FiveLanes>)) dots<R, 0, 4, true>(from, x, room, all), dots<R, 2, 4, true>(from, x, room, all);
             else dots<R, 0, 8, true>(from, x, room, all);
             add(all, values[0]);
-            EACH_SUM sums[r][v] = fma(splat(x[r * room].total), load<vf>(values[1] + v * LANES), sums[r][v]);
+            if (!IS_E2M1) EACH_SUM sums[r][v] = fma(splat(x[r * room].total), load<vf>(values[1] + v * LANES), sums[r][v]);
         }
     }
     EACH_SUM store(to + r * STRIP + v * LANES, sums[r][v]);

@@ -27,6 +27,16 @@ static inline vf input(const FiveLanes& all, int v, int i) {
     const vu four = bits_from(all.pairs[i / 4 % 4], v, i, i / 16 * 4) & 15;
     return floats(vi(four | (bits_from(all.fifth, v, i, i / 4) & 1) << 4));
 }
+static inline vf input(const E2M1Lanes& all, int v, int i) {
+    const vu bits = bits_from(all.pairs[i / 4 % 4], v, i, i / 16 * 4);
+#ifdef __AVX512F__
+    return vf(_mm512_permutexvar_ps(__m512i(bits), __m512(vf{0, 1, 2, 3, 4, 6, 8, 12, -0.f, -1, -2, -3, -4, -6, -8, -12})));
+#elif defined(__AVX2__)
+    return vf(vu(_mm256_permutevar8x32_ps(__m256(vf{0, 1, 2, 3, 4, 6, 8, 12}), __m256i(bits))) | (bits & 8) << 28);
+#else
+    return vf(vu(floats(size_of_e2m1(vi(bits & 7)))) | (bits & 8) << 28);
+#endif
+}
 static inline vf input(const EightLanes& all, int v, int i) {
     return floats(load<vi>((const int32_t*)all.numbers[i / 4][v * LANES]) << (24 - 8 * BYTE[i % 4]) >> 24);
 }
@@ -57,11 +67,14 @@ constexpr bf16 whole_number(int q) {
 }
 struct alignas(64) Numbers {
     bf16 all[64] = {};
+    constexpr Numbers(const int8_t (&twice)[16]) {
+        for (int i = 0; i < 64; i++) all[i] = whole_number(twice[i % 16]);
+    }
     constexpr Numbers(int count, bool sign) {
         for (int i = 0; i < 64; i++) all[i] = whole_number(sign && i % count >= count / 2 ? i % count - count : i % count);
     }
 };
-static constexpr Numbers FOUR_TWICE(16, false), FIVE(32, false), SIX_SIGNED(64, true);
+static constexpr Numbers FOUR_TWICE(16, false), FIVE(32, false), SIX_SIGNED(64, true), E2M1_IN_BF16(E2M1_TWICE);
 #endif
 #if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
 template <> struct Step<bf16> {
@@ -79,6 +92,9 @@ template <> struct Step<bf16> {
         return vu(_mm512_permutex2var_epi16(_mm512_load_si512(&numbers), __m512i(bits), _mm512_load_si512(&numbers.all[32])));
     }
     template <bool> static Inputs inputs(const FourLanes& all, int, int i) { return by_five(lowest(all.pairs[i / 4 % 4], i, i / 16 * 4), FOUR_TWICE); }
+    template <bool> static Inputs inputs(const E2M1Lanes& all, int, int i) {
+        return by_five(lowest(all.pairs[i / 4 % 4], i, i / 16 * 4), E2M1_IN_BF16);
+    }
     template <bool> static Inputs inputs(const FiveLanes& all, int, int i) {
         return by_five((lowest(all.pairs[i / 4 % 4], i, i / 16 * 4) & 15) | (lowest(all.fifth, i, i / 4) & 1) << 4, FIVE);
     }
@@ -107,7 +123,7 @@ template <> struct Step<bf16> {
 template <int R, class Panel>
 static void panel_sums(const Panel& panel, int64_t runs, const number<bf16>* x, int64_t room, const float* totals, float* to) {
     typedef Step<number<bf16>> Step;
-    constexpr bool EIGHT = std::is_same_v<typename Panel::Numbers, EightLanes>;
+    constexpr bool SIGN = SIGNED<typename Panel::Numbers>;
     vf sums[R][IN_PANEL] = {};
     for (int64_t run = 0; run < runs; run++) {
         const auto* numbers = &panel.numbers(run);
@@ -130,9 +146,9 @@ static void panel_sums(const Panel& panel, int64_t runs, const number<bf16>* x, 
                     IN_REGISTER(part[r][v]);  // in this order: it would keep all inputs
                 }
             }
-            EACH_SUM sums[r][v] = fma(part[r][v], load<vf>(values[EIGHT ? half : 0] + v * LANES), sums[r][v]);
+            EACH_SUM sums[r][v] = fma(part[r][v], load<vf>(values[SIGN ? half : 0] + v * LANES), sums[r][v]);
         }
-        if (!EIGHT) EACH_SUM sums[r][v] = fma(splat(totals[r * runs + run]), load<vf>(values[1] + v * LANES), sums[r][v]);
+        if (!SIGN) EACH_SUM sums[r][v] = fma(splat(totals[r * runs + run]), load<vf>(values[1] + v * LANES), sums[r][v]);
     }
     EACH_SUM store(to + r * STRIP + v * LANES, sums[r][v]);
 }
@@ -157,7 +173,7 @@ static void packed_linear(const Linear& at, const number<bf16>* x, int64_t rows,
     alignas(64) float sums[PACKED_ROWS * STRIP + LANES];
     thread_local Buffer<float> totals;
     grow(totals, rows * runs);
-    if (FORMS[at.kind()].bits < 8) find_totals(x, rows, room, runs, totals.data());
+    if (!FORMS[at.kind()].sign) find_totals(x, rows, room, runs, totals.data());
     in_groups(rows, PACKED_ROWS, at.in, PANEL, first, last, [&](int64_t row, int64_t count, int64_t from, int64_t to) {
         for (int64_t n = from, next; n < to; n = next) {
             next = std::min(to, n / PANEL * PANEL + PANEL);

@@ -10,9 +10,9 @@ constexpr int64_t PANEL = 16;                 // outputs whose packed weights st
 constexpr int64_t RUN = 32;                   // numbers along `in` that share a scale, or two
 constexpr int64_t PACKED_AHEAD = 4096;        // bytes that are on their way
 
-enum Packing : int64_t { NUMBERS, SIMPLE_FOUR, SIMPLE_FIVE, SIMPLE_EIGHT, SUPER_FOUR, SUPER_FIVE, SUPER_EIGHT, GROUP_FOUR, GROUP_EIGHT };
+enum Packing : int64_t { NUMBERS, SIMPLE_FOUR, SIMPLE_FIVE, SIMPLE_EIGHT, SUPER_FOUR, SUPER_FIVE, SUPER_EIGHT, GROUP_FOUR, GROUP_EIGHT, MX_FOUR };
 // Added to a packing: its numbers stand as vectors of outputs take them; rows that meet it are rounded too (int8.h).
-constexpr int64_t IN_LANES = GROUP_EIGHT, ROUNDED_ROWS = 2 * IN_LANES;
+constexpr int64_t IN_LANES = 16, ROUNDED_ROWS = 2 * IN_LANES;
 
 struct Linear {
     const void *weight, *bias;  // [outputs, in] and [outputs] or null
@@ -35,6 +35,9 @@ struct Five : Four {
 struct Eight {
     int8_t numbers[PANEL][RUN];
 };
+// Numbers of MXFP4 (Open Compute Project, Microscaling Formats 1.0): a sign above two bits of exponent and one of mantissa.
+struct E2M1 : Four {};
+alignas(16) static constexpr int8_t E2M1_TWICE[] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};  // as whole numbers
 // The same for vectors of outputs: four inputs of an output stand side by side, then those of the next output. The two in the
 // middle change places, so that every second number is one of a pair.
 constexpr int BYTE[] = {0, 2, 1, 3};  // of input i % 4
@@ -47,6 +50,9 @@ struct FiveLanes : FourLanes {
 struct EightLanes {
     int8_t numbers[RUN / 4][PANEL][4];  // of SUPER_EIGHT -32 .. 31
 };
+struct E2M1Lanes : FourLanes {};
+// Whether numbers have signs; then there is no second value that is added (see Values).
+template <class N> constexpr bool SIGNED = std::is_base_of_v<Eight, N> || std::is_base_of_v<EightLanes, N> || std::is_same_v<N, E2M1> || std::is_same_v<N, E2M1Lanes>;
 
 // Input i of output r, and what makes it q where it is 0.
 static inline int number_of(const Four& all, int64_t r, int64_t i) { return all.words[r / 4][i] >> r % 4 * 4 & 15; }
@@ -57,6 +63,8 @@ static inline int number_of(const FiveLanes& all, int64_t r, int64_t i) {
     return number_of((const FourLanes&)all, r, i) | (all.fifth[r][BYTE[i % 4]] >> i / 4 & 1) << 4;
 }
 static inline int number_of(const EightLanes& all, int64_t r, int64_t i) { return all.numbers[i / 4][r][BYTE[i % 4]]; }
+static inline int number_of(const E2M1& all, int64_t r, int64_t i) { return E2M1_TWICE[number_of((const Four&)all, r, i)]; }
+static inline int number_of(const E2M1Lanes& all, int64_t r, int64_t i) { return E2M1_TWICE[number_of((const FourLanes&)all, r, i)]; }
 static inline void set(Four& all, int64_t r, int64_t i, int q) { all.words[r / 4][i] |= (q & 15) << r % 4 * 4; }
 static inline void set(Five& all, int64_t r, int64_t i, int q) { set((Four&)all, r, i, q), all.fifth[r] |= uint32_t(q >> 4) << i; }
 static inline void set(Eight& all, int64_t r, int64_t i, int q) { all.numbers[r][i] = int8_t(q); }
@@ -67,6 +75,8 @@ static inline void set(EightLanes& all, int64_t r, int64_t i, int q) { all.numbe
 template <class From, class To> static inline void reorder(const From& from, int64_t r, To& to) {
     for (int64_t i = 0; i < RUN; i++) set(to, r, i, number_of(from, r, i));
 }
+static inline void reorder(const E2M1& from, int64_t r, E2M1Lanes& to) { reorder((const Four&)from, r, (FourLanes&)to); }
+static inline void reorder(const E2M1Lanes& from, int64_t r, E2M1& to) { reorder((const FourLanes&)from, r, (Four&)to); }
 
 // Whole numbers of 8 or 16 bits, as they stand in memory.
 template <class B> static inline vi whole(const B* from) {
@@ -81,13 +91,21 @@ template <class B> static inline vi whole(const B* from) {
     return __builtin_convertvector(load<numbers>(from), vi);
 }
 static inline vf floats(vi x) { return __builtin_convertvector(x, vf); }
+// Powers of 2: 1 for 127, and 0 for 0.
+struct e8m0 { uint8_t exponent; };
+static inline vf wide(const e8m0* from) { return vf(whole(&from->exponent) << 23); }
+
+// Twice the sizes of E2M1 with these three bits.
+template <class Integers> static inline Integers size_of_e2m1(Integers bits) {
+    return bits + (Integers(bits > 4) & (bits - 4)) + (Integers(bits > 6) & (2 * (bits - 6)));
+}
 
 // A panel is blocks of runs: factors of the block, codes of each run, numbers of each run. They give an output two values in
 // a run:
 //   no codes   the first factor, the last factor
 //   one        the factor, -factor * code
 //   two        first factor * first code, last factor * second code; the latter negative where numbers have no sign
-// An input is first * q + second; of 8 bits first * q in the run's first half and second * q in the other.
+// An input is first * q + second; of SIGNED numbers first * q in the run's first half and second * q in the other.
 typedef float Values[2][PANEL];
 // Where a panel's runs stand.
 struct Runs {
@@ -96,7 +114,7 @@ struct Runs {
     int64_t in_block(int64_t run) const { return run & ((1 << shift) - 1); }
     const char* block(int64_t run) const { return from + (run >> shift) * size; }
 };
-template <class F, int FACTORS, class C, int CODES, bool SIGNED>
+template <class F, int FACTORS, class C, int CODES, bool SIGN>
 [[gnu::always_inline]] static inline void find_values(const Runs& at, int64_t run, int64_t count, Values* to) {
     for (int64_t end = run + count; run < end; run++, to++) {
         const F* factors = (const F*)at.block(run);
@@ -105,18 +123,19 @@ template <class F, int FACTORS, class C, int CODES, bool SIGNED>
             vf first = wide(factors + i), second = wide(factors + (FACTORS - 1) * PANEL + i);
             if (CODES == 1) second = -(first * floats(whole(codes + i)));
             if (CODES == 2) first *= floats(whole(codes + i)), second *= floats(whole(codes + PANEL + i));
-            if (CODES == 2 && !SIGNED) second = -second;
+            if (CODES == 2 && !SIGN) second = -second;
             store((*to)[0] + i, first), store((*to)[1] + i, second);
         }
     }
 }
 struct Form {
-    int bits;  // in which a number is kept
+    int bits;   // in which a number is kept
+    bool sign;  // of numbers
     int64_t head, coded;  // bytes of a block's factors, and of a run's codes
     void (*find)(const Runs&, int64_t run, int64_t count, Values*);
 };
-template <class F, int FACTORS, class C, int CODES, bool SIGNED> constexpr Form form(int bits) {
-    return {bits, FACTORS * PANEL * sizeof(F), CODES * PANEL * sizeof(C), find_values<F, FACTORS, C, CODES, SIGNED>};
+template <class F, int FACTORS, class C, int CODES, bool SIGN> constexpr Form form(int bits) {
+    return {bits, SIGN, FACTORS * PANEL * sizeof(F), CODES * PANEL * sizeof(C), find_values<F, FACTORS, C, CODES, SIGN>};
 }
 static constexpr Form FORMS[] = {
     {},
@@ -128,6 +147,7 @@ static constexpr Form FORMS[] = {
     form<f16, 1, int8_t, 2, true>(8),      // SUPER_EIGHT
     form<float, 1, uint8_t, 1, false>(4),  // GROUP_FOUR
     form<float, 1, int8_t, 0, true>(8),    // GROUP_EIGHT
+    form<e8m0, 1, uint8_t, 0, true>(4),    // MX_FOUR
 };
 
 // A panel whose numbers are N. What meets it is compiled for each N: values of some runs are found at a time. Where that takes
@@ -165,20 +185,23 @@ template <class N, int64_t FORM = NUMBERS> class Panel : Runs {
 Four other_order(const FourLanes&);
 Five other_order(const FiveLanes&);
 Eight other_order(const EightLanes&);
+E2M1 other_order(const E2M1Lanes&);
 FourLanes other_order(const Four&);
 FiveLanes other_order(const Five&);
 EightLanes other_order(const Eight&);
+E2M1Lanes other_order(const E2M1&);
 
 // Calls use(a panel of a packed weight), whose numbers are of these kinds.
-template <class FourBits, class FiveBits, class EightBits, class Use>
+template <class FourBits, class FiveBits, class EightBits, class Floats, class Use>
 static inline void with_kind(const Linear& at, int64_t panel, Use use) {
     const Form& form = FORMS[at.kind()];
-    if (form.bits == 4) use(Panel<FourBits>(at, panel, form));
+    if (form.bits == 4 && form.sign) use(Panel<Floats>(at, panel, form));
+    else if (form.bits == 4) use(Panel<FourBits>(at, panel, form));
     else if (form.bits == 5) use(Panel<FiveBits>(at, panel, form));
     else use(Panel<EightBits>(at, panel, form));
 }
 template <class Use> static inline void with_panel(const Linear& at, int64_t panel, Use use) {
-    with_kind<Four, Five, Eight>(at, panel, use);
+    with_kind<Four, Five, Eight, E2M1>(at, panel, use);
 }
 // The same of one in lanes, compiled for each form.
 template <class Use> static inline void with_form(const Linear& at, int64_t panel, Use use) {
@@ -190,16 +213,16 @@ template <class Use> static inline void with_form(const Linear& at, int64_t pane
         case SUPER_FIVE: return use(Panel<FiveLanes, SUPER_FIVE>(at, panel));
         case SUPER_EIGHT: return use(Panel<EightLanes, SUPER_EIGHT>(at, panel));
         case GROUP_FOUR: return use(Panel<FourLanes, GROUP_FOUR>(at, panel));
-        default: return use(Panel<EightLanes, GROUP_EIGHT>(at, panel));
+        case GROUP_EIGHT: return use(Panel<EightLanes, GROUP_EIGHT>(at, panel));
+        default: return use(Panel<E2M1Lanes, MX_FOUR>(at, panel));
     }
 }
 
 // Inputs of output r in a run, in bfloat16.
 template <class N> static inline void expand(const N& numbers, int64_t r, float first, float second, bf16* to) {
-    constexpr bool EIGHT = std::is_same_v<N, Eight> || std::is_same_v<N, EightLanes>;
     for (int64_t i = 0; i < RUN; i++) {
         const float q = float(number_of(numbers, r, i));
-        narrow(EIGHT ? q * (i < RUN / 2 ? first : second) : first * q + second, to + i);
+        narrow(SIGNED<N> ? q * (i < RUN / 2 ? first : second) : first * q + second, to + i);
     }
 }
 template <int COUNT, class N> static inline void expand(const N& numbers, int64_t row, const float* first, const float* second, bf16* to, int64_t stride) {
@@ -221,15 +244,24 @@ static inline void expand(const Eight& numbers, int64_t r, float first, float se
     const vf front = floats(whole(numbers.numbers[r])) * splat(first), back = floats(whole(numbers.numbers[r] + RUN / 2)) * splat(second);
     _mm512_storeu_si512(to, __m512i(_mm512_cvtne2ps_pbh(__m512(back), __m512(front))));
 }
+static inline __m512 levels(const Four&, float first, float second) { return level(first, second); }
+static inline __m512 levels(const E2M1&, float first, float) { return __m512(floats(whole(E2M1_TWICE)) * splat(first)); }
 // Levels of two outputs stand side by side.
-template <int COUNT> static inline void expand(const Four& numbers, int64_t row, const float* first, const float* second, bf16* to, int64_t stride) {
+template <int COUNT, class N> static inline void expand_four(const N& numbers, int64_t row, const float* first, const float* second, bf16* to, int64_t stride) {
     row = row / COUNT * COUNT;  // as it is: now the compiler knows most shifts
     UNROLLED for (int c = 0; c < COUNT; c += 2) {
         const bool two = c + 1 < COUNT;
-        const __m512i levels = __m512i(_mm512_cvtne2ps_pbh(level(first[c + two], second[c + two]), level(first[c], second[c])));
-        _mm512_storeu_si512(to + c * stride, _mm512_permutexvar_epi16(__m512i(indices(numbers, row + c)), levels));
-        if (two) _mm512_storeu_si512(to + (c + 1) * stride, _mm512_permutexvar_epi16(__m512i(indices(numbers, row + c + 1) | 16), levels));
+        const __m512 here = levels(numbers, first[c], second[c]), next = levels(numbers, first[c + two], second[c + two]);
+        const __m512i both = __m512i(_mm512_cvtne2ps_pbh(next, here));
+        _mm512_storeu_si512(to + c * stride, _mm512_permutexvar_epi16(__m512i(indices(numbers, row + c)), both));
+        if (two) _mm512_storeu_si512(to + (c + 1) * stride, _mm512_permutexvar_epi16(__m512i(indices(numbers, row + c + 1) | 16), both));
     }
+}
+template <int COUNT> static inline void expand(const Four& numbers, int64_t row, const float* first, const float* second, bf16* to, int64_t stride) {
+    expand_four<COUNT>(numbers, row, first, second, to, stride);
+}
+template <int COUNT> static inline void expand(const E2M1& numbers, int64_t row, const float* first, const float* second, bf16* to, int64_t stride) {
+    expand_four<COUNT>(numbers, row, first, second, to, stride);
 }
 #endif
 
@@ -252,7 +284,7 @@ template <class Panel> static inline void expand(const Panel& panel, int64_t run
 
 // Calls use(a panel of a weight that is packed in either order).
 template <class Use> static inline void with_any(const Linear& at, int64_t panel, Use use) {
-    if (at.in_lanes()) with_kind<FourLanes, FiveLanes, EightLanes>(at, panel, use);
+    if (at.in_lanes()) with_kind<FourLanes, FiveLanes, EightLanes, E2M1Lanes>(at, panel, use);
     else with_panel(at, panel, use);
 }
 

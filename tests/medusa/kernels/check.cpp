@@ -96,6 +96,8 @@ static void check_lanes(const Linear& packed, const std::vector<bf16>& weight, c
         }
     check_some(dots, x, all, {0, 1, 2, 3, 5, 8, 9, 17, 33});
 }
+static inline float widen(e8m0 x) { return std::ldexp(1.f, x.exponent - 127); }
+static inline void narrow(float x, e8m0* to) { to->exponent = uint8_t(122 + std::ilogb(x == 0 ? 1.f : x)); }
 template <class F, int FACTORS, class C, int CODES, class N>
 static void check_packing(Packing packing, int64_t outputs, int64_t in) {
     const int64_t in_block = packing >= SUPER_FOUR && in % (2 * RUN) == 0 ? 2 : 1;
@@ -123,9 +125,9 @@ static void check_packing(Packing packing, int64_t outputs, int64_t in) {
                 const N& whole = ((const N*)(block + head + in_block * coded))[run];
                 float first = widen(factors[r]), second = widen(factors[(FACTORS - 1) * PANEL + r]);
                 if (CODES == 1) second = -first * codes[r];
-                if (CODES == 2) first *= codes[r], second *= codes[PANEL + r] * (std::is_same_v<N, Eight> ? 1.f : -1.f);
+                if (CODES == 2) first *= codes[r], second *= codes[PANEL + r] * (SIGNED<N> ? 1.f : -1.f);
                 const float q = float(number_of(whole, r, k % RUN));
-                const double number = std::is_same_v<N, Eight> ? double(k % RUN < RUN / 2 ? first : second) * q : double(first) * q + second;
+                const double number = SIGNED<N> ? double(k % RUN < RUN / 2 ? first : second) * q : double(first) * q + second;
                 exact[(p * PANEL + r) * in + k] = number;
                 narrow(float(number), &weight[(p * PANEL + r) * in + k]);
             }
@@ -146,6 +148,7 @@ static void check_packed(int64_t outputs, int64_t in) {
     check_packing<f16, 1, int8_t, 0, Eight>(SIMPLE_EIGHT, outputs, in), check_packing<f16, 2, uint8_t, 2, Four>(SUPER_FOUR, outputs, in);
     check_packing<f16, 2, uint8_t, 2, Five>(SUPER_FIVE, outputs, in), check_packing<f16, 1, int8_t, 2, Eight>(SUPER_EIGHT, outputs, in);
     check_packing<float, 1, uint8_t, 1, Four>(GROUP_FOUR, outputs, in), check_packing<float, 1, int8_t, 0, Eight>(GROUP_EIGHT, outputs, in);
+    check_packing<e8m0, 1, uint8_t, 0, E2M1>(MX_FOUR, outputs, in);
 }
 
 // A tree's rows, and each node once more as the end of a chain of its ancestors.
