@@ -87,8 +87,10 @@ def _packed(own: str, blocks: Tensor, scales: Tensor) -> Packed | None:
     blocks, scales = (_in_order(own, one) for one in (blocks, scales))
     parts, step = list[Packed](), max(1, SLICE // (blocks.shape[1] * RUN) // PANEL) * PANEL
     for some, exponents in zip(blocks.split(step), scales.split(step), strict=True):
-        numbers = torch.stack([some & 15, some >> 4], -1).flatten(-2)
-        one = Packed.of_mx(numbers, exponents)
+        numbers = some.new_empty(*some.shape, 2)
+        torch.bitwise_and(some, 15, out=numbers[..., 0])
+        torch.bitwise_right_shift(some, 4, out=numbers[..., 1])
+        one = Packed.of_mx(numbers.flatten(-2), exponents)
         if one is None:
             return None
         parts.append(one.for_here())

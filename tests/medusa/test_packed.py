@@ -78,7 +78,8 @@ def test_numbers_and_sums_are_those_of_expanded_weights(kind, shape, monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("kind", "most"), [("Q4_1", 5.0), ("Q5_1", 6.0), ("Q8_0", 8.5), ("MXFP4", 4.25), ("Q4_K", 4.63), ("Q5_K", 5.63), ("Q6_K", 8.57)]
+    ("kind", "most"),
+    [("Q4_1", 5.0), ("Q5_1", 6.0), ("Q8_0", 8.5), ("MXFP4", 4.25), ("Q4_K", 4.63), ("Q5_K", 5.63), ("Q6_K", 8.57)],
 )
 def test_what_is_packed_takes_what_it_takes_in_the_file_or_8_bits(kind, most):
     packed = Packed.of(torch.from_numpy(quantised(kind, 64, 512)[0]), kind)
