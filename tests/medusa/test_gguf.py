@@ -59,7 +59,7 @@ def check(directory, whole):
     ("family", "kind"),
     [
         *((family, "Q4_1") for family in FAMILIES),
-        *(("llama", "Q5_1"), ("llama", "F16"), ("qwen3moe", "BF16")),
+        *(("llama", "Q5_1"), ("llama", "F16"), ("qwen3moe", "BF16"), ("qwen3moe", "MXFP4")),
     ],
 )
 def test_every_number_is_that_of_transformers(family, kind, tokenizer, tmp_path, monkeypatch):

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from medusa import BaseModel, HeadsConfig, MedusaModel, build_heads
 from medusa.base import groupwise
 from medusa.base.mx_experts import BITS
-from medusa.cpu.experts import PackedExperts, use_experts
+from medusa.cpu.experts import use_experts
 from medusa.cpu.int8 import round_linears
 from medusa.cpu.native import available, has_tiles, packing_pays, use_kernels
 from medusa.loading.self_test import choose_decoding, fuse
