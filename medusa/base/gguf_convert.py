@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
 from itertools import permutations
 from math import prod
 from pathlib import Path
@@ -197,7 +196,7 @@ def _pack_rows(expanded: Tensor, blocks: Tensor, rows: Tensor, kind: str) -> Pac
         if not torch.equal(packed.expand(), wanted):
             return None
         parts.append(packed)
-    return replace(parts[0], parts=torch.cat([part.parts for part in parts]), outputs=len(expanded)).for_here()
+    return Packed.joined(parts).for_here()
 
 
 def _orders(outputs: int, config: PretrainedConfig) -> Iterator[Tensor]:

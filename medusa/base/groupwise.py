@@ -10,7 +10,7 @@ import logging
 import math
 import re
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,9 @@ from transformers.initialization import no_init_weights
 
 from medusa.base import mx_experts
 from medusa.base.group_layouts import LAYOUTS, Grouped, Layout, bits_and_sizes, read_layer
-from medusa.cpu.experts import PackedExperts
-from medusa.cpu.packed import Packed, PackedLinear
+from medusa.base.stored_names import Places
+from medusa.cpu.experts import PackedExperts, have_known_form, in_order
+from medusa.cpu.packed import PANEL, Packed, PackedLinear
 
 logger = logging.getLogger(__name__)
 
@@ -155,9 +156,9 @@ def _stored(directory: Path, stack: ExitStack) -> dict[str, Any]:
 
 def _plain(stored: Mapping[str, Any], model: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
     """The plain tensors; biases of 0 that the model does not have are left out, because old GPTQ writers add them."""
-    known, plain = model.state_dict().keys(), dict[str, Tensor]()
-    for key, file in stored.items():
-        tensor = file.get_tensor(key)
+    known, places, plain = model.state_dict().keys(), Places(model), dict[str, Tensor]()
+    for stored_key, file in stored.items():
+        tensor, key = file.get_tensor(stored_key), places.of(stored_key).name
         if key in known or not key.endswith(".bias") or tensor.any():
             plain[key] = tensor.to(dtype) if tensor.is_floating_point() else tensor
     return plain
@@ -172,18 +173,34 @@ def _layers(
     pack: bool,
     told: Mapping[str, Any],
 ) -> tuple[dict[str, Tensor], dict[str, Packed]]:
-    """Weights of these linear layers by the model's names: expanded and packed ones."""
+    """Weights of these layers by the model's names, those of experts joined: expanded and packed ones."""
     expanded, packed = dict[str, Tensor](), dict[str, Packed]()
     tied = model.get_output_embeddings() if model.config.tie_word_embeddings else None
-    for path in sorted(layers):
-        module = _linear(model, path)
-        weight = _weight(layout, stored, path, module, told)
-        kept = _packed(weight) if pack and module is not tied else None
-        if kept is None:
-            expanded[f"{path}.weight"] = weight.expand(dtype)
+    for name, paths in _by_name(model, layers).items():
+        module, shape = _owner(model, name, paths)
+        inputs = shape[-1]
+        outputs, parts = shape.numel() // inputs // len(paths), list[Packed | Tensor]()
+        for path in paths:
+            weight = _weight(layout, stored, path, outputs, inputs, told)
+            kept = _packed(weight) if pack and module is not tied else None
+            parts.append(weight.expand(dtype) if kept is None else kept)
+        whole = [one for one in parts if isinstance(one, Packed)]
+        layouts = {(one.packing, one.runs) for one in whole}
+        if len(whole) == len(parts) and len(layouts) == 1 and (len(parts) == 1 or outputs % PANEL == 0):
+            packed[name] = Packed.joined(whole)
         else:
-            packed[f"{path}.weight"] = kept
+            numbers = (one.expand().to(dtype) if isinstance(one, Packed) else one for one in parts)
+            expanded[name] = torch.cat(list(numbers)).view(shape)
     return expanded, packed
+
+
+def _by_name(model: PreTrainedModel, layers: Collection[str]) -> dict[str, list[str]]:
+    """The layers that each of the model's weights is made of, in order."""
+    places, found = Places(model), defaultdict[str, dict[tuple[int, int], str]](dict)
+    for path in sorted(layers):
+        place = places.of(f"{path}.weight")
+        found[place.name][place.order] = path
+    return {name: [paths[order] for order in sorted(paths)] for name, paths in found.items()}
 
 
 def _set_packed(model: PreTrainedModel, packed: Mapping[str, Packed]) -> None:
@@ -200,26 +217,36 @@ def _set_packed(model: PreTrainedModel, packed: Mapping[str, Packed]) -> None:
         )
 
 
-def _linear(model: PreTrainedModel, path: str) -> nn.Linear:
-    """The linear layer of the model with this name."""
+def _owner(model: PreTrainedModel, name: str, paths: Sequence[str]) -> tuple[nn.Module, torch.Size]:
+    """The linear layer or the experts of the model with this weight, which is made of these layers, and its shape."""
+    path, _, own = name.rpartition(".")
     try:
         module: nn.Module | None = model.get_submodule(path)
     except AttributeError:
         module = None
-    if not isinstance(module, nn.Linear):
+    if isinstance(module, nn.Linear) and len(paths) == 1:
+        return module, module.weight.shape
+    if module is None or not have_known_form(module) or not in_order(module):
         what = "not in the model" if module is None else f"no linear layer there but {type(module).__name__}"
-        raise ValueError(f"quantised layer ({path}) is {what}; use a checkpoint of plain weights, or a GPU")
-    return module
+        raise ValueError(f"quantised layer ({paths[0]}) is {what}; use a checkpoint of plain weights, or a GPU")
+    shape: torch.Size = getattr(module, own).shape
+    wanted = shape[0] * (2 if own == mx_experts.PAIRED else 1)
+    if len(paths) != wanted:
+        raise ValueError(
+            f"experts ({path}) have {len(paths)} quantised layers and need {wanted}; use a checkpoint of plain weights,"
+            " or a GPU"
+        )
+    return module, shape
 
 
 def _weight(
-    layout: Layout, stored: Mapping[str, Any], path: str, module: nn.Linear, told: Mapping[str, Any]
+    layout: Layout, stored: Mapping[str, Any], path: str, outputs: int, inputs: int, told: Mapping[str, Any]
 ) -> Grouped:
     """The weight of a quantised layer."""
     keys = {own: f"{path}.{own}" for own in layout.parts if f"{path}.{own}" in stored}
     tensors = {own: stored[key].get_tensor(key) for own, key in keys.items()}
     try:
-        return read_layer(layout, tensors, module.out_features, module.in_features, told)
+        return read_layer(layout, tensors, outputs, inputs, told)
     except ValueError as error:
         raise ValueError(f"quantised layer ({path}) cannot be read: {error}; use another checkpoint") from error
 

@@ -8,7 +8,6 @@ Legend: E experts, O outputs, I inputs, K runs of 32 inputs.
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -94,7 +93,7 @@ def _packed(own: str, blocks: Tensor, scales: Tensor) -> Packed | None:
         if one is None:
             return None
         parts.append(one.for_here())
-    return replace(parts[0], parts=torch.cat([one.parts for one in parts]), outputs=len(blocks))
+    return Packed.joined(parts)
 
 
 def _in_order(own: str, stored: Tensor) -> Tensor:

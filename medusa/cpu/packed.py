@@ -165,8 +165,13 @@ class Packed:
             numbers = (runs / scales.where(scales > 0, 1)).round().clamp(-127, 127)
             of_some = Parts(3, _panels(factors), _panels(numbers.to(torch.int8)))
             parts.append(cls._of(of_some, len(runs), runs.shape[1] * RUN))
-        joined = torch.cat([part.parts for part in parts])
-        return replace(parts[0], parts=joined, outputs=len(weight), inputs=weight.shape[1])
+        return replace(cls.joined(parts), inputs=weight.shape[1])
+
+    @classmethod
+    def joined(cls, weights: "Sequence[Packed]") -> "Packed":
+        """One weight with the outputs of all; each but the last must end with a panel, and layouts must be the same."""
+        outputs = sum(one.outputs for one in weights)
+        return replace(weights[0], parts=torch.cat([one.parts for one in weights]), outputs=outputs)
 
     @property
     def kind(self) -> int:
