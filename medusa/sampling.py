@@ -86,6 +86,7 @@ class SamplingParams:
             equal texts. None = a new one each time, from torch's global generator; ``Output.seed`` holds it.
         stop: Strings that end the completion; not part of its text.
         ignore_eos: Go on after an end-of-sequence token.
+        skip_special_tokens: Leave special tokens out of the text; the one that ends the completion never is in it.
         logprobs: Report the log-probability of every new token and of this number of most likely tokens at each
             position, 0 to 20; None = no report. They are those of the base's own distribution, before temperature,
             filters, penalties and bias.
@@ -109,6 +110,7 @@ class SamplingParams:
     seed: int | None = None
     stop: str | Sequence[str] = ()
     ignore_eos: bool = False
+    skip_special_tokens: bool = True
     logprobs: int | None = None
     prompt_logprobs: int | None = None
 

@@ -119,6 +119,7 @@ class Completion:
         self._tokenizer = tokenizer
         self._max_steps = params.max_steps
         self._eos_ids = frozenset() if params.ignore_eos else eos_ids
+        self._skip_special = params.skip_special_tokens
         self._stop = tuple(params.stop)
         self._incremental = incremental or bool(self._stop)
         self._text = ""
@@ -153,7 +154,8 @@ class Completion:
         output.draft_tokens += draft_tokens
         for index, token in enumerate(tokens):
             output.tokens.append(token)
-            self._decoded.append(token)
+            if self._skip_special or token not in self._eos_ids:
+                self._decoded.append(token)
             output.drafted.append(index < len(tokens) - 1)
             if token in self._eos_ids:
                 output.finish_reason = "eos"
@@ -191,8 +193,8 @@ class Completion:
     def _decode(self, final: bool) -> None:
         """Append the text of new tokens, once it no longer ends inside a character."""
         tokens, decode = self._decoded, self._tokenizer.decode
-        before = decode(tokens[self._window : self._read], skip_special_tokens=True)
-        after = decode(tokens[self._window :], skip_special_tokens=True)
+        before = decode(tokens[self._window : self._read], skip_special_tokens=self._skip_special)
+        after = decode(tokens[self._window :], skip_special_tokens=self._skip_special)
         if len(after) > len(before) and (final or not after.endswith("\ufffd")):
             self._text += after[len(before) :]
             self._window, self._read = self._read, len(tokens)

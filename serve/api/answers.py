@@ -97,6 +97,8 @@ class Answered(BaseModel):
     role: Literal["assistant"]
     content: str | None
     refusal: None
+    reasoning_content: str | None = None
+    """The model's reasoning before the answer, if there is any."""
     tool_calls: list[AnsweredCall] | None = None
 
 
@@ -169,6 +171,23 @@ class OutputMessage(BaseModel):
     content: list[OutputText]
 
 
+class ReasoningText(BaseModel):
+    """Text of the model's reasoning."""
+
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class OutputReasoning(BaseModel):
+    """The model's reasoning before the answer."""
+
+    type: Literal["reasoning"]
+    id: str
+    status: str
+    summary: list[Any]
+    content: list[ReasoningText]
+
+
 class OutputCall(BaseModel):
     """A function call of the model."""
 
@@ -201,7 +220,7 @@ class ResponseObject(BaseModel):
     status: Literal["completed", "incomplete"]
     incomplete_details: dict[str, str] | None
     error: None
-    output: list[OutputMessage | OutputCall]
+    output: list[OutputReasoning | OutputMessage | OutputCall]
     usage: ResponseUsage
 
 

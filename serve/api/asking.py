@@ -35,6 +35,7 @@ class Wanted:
         logprobs: Number of alternatives per token; None = no log-probabilities.
         usual: Default for ``longest``, limited by the context; None = all that the context has room for.
         prompt_logprobs: As ``logprobs``, for the prompt's tokens.
+        tagged: Whether the text must have special tokens, which it is read by.
         constraint: Makes the constraint of a completion; None = no constraint.
         predicted: Token ids of a predicted part of the completion.
         param: The field that holds the prompt.
@@ -46,6 +47,7 @@ class Wanted:
     logprobs: int | None
     usual: int | None = None
     prompt_logprobs: int | None = None
+    tagged: bool = False
     constraint: Callable[[], Constraint] | None = None
     predicted: Sequence[int] = ()
     param: str = "messages"
@@ -136,6 +138,8 @@ def _params(body: Sampling, wanted: Wanted, longest: int, bias: dict[int, float]
     given = {"temperature": 1.0} | {name: value for name in CHOOSING if (value := getattr(body, name)) is not None}
     if given.get("top_k") == -1:
         given["top_k"] = 0
+    if wanted.tagged:
+        given["skip_special_tokens"] = False
     try:
         return SamplingParams(
             **given,

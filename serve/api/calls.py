@@ -1,40 +1,18 @@
-"""Parses text and tool calls of a model piece by piece, for whole answers and for streams."""
+"""Reads text and tool calls of an answer, which stand between ``<tool_call>`` tags."""
 
 import json
 import re
 from collections.abc import Iterator
-from typing import NamedTuple
-from uuid import uuid4
 
+from medusa.serve.api.reading import Argued, Event, Reader, Said, held
 from medusa.serve.api.tools import BEGIN, END, Calls
+from medusa.serve.api.xml_calls import read_call
 
 HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*"([\w.-]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
 """The usual beginning of a call up to its arguments; other calls are read when they are complete."""
 
 
-class Said(NamedTuple):
-    """Text for the user."""
-
-    text: str
-
-
-class Called(NamedTuple):
-    """A call begins."""
-
-    id: str
-    name: str
-
-
-class Argued(NamedTuple):
-    """The arguments of the latest call grow by a piece of JSON."""
-
-    text: str
-
-
-Event = Said | Called | Argued
-
-
-class CallReader:
+class CallReader(Reader):
     """Reads one answer.
 
     Args:
@@ -42,31 +20,16 @@ class CallReader:
     """
 
     def __init__(self, calls: Calls) -> None:
-        self._calls, self._rest = calls, ""
-        self._read = self._all if not calls.tools else self._named if calls.name else self._text
+        super().__init__()
+        self._calls = calls
         self._depth, self._quoted, self._escaped = 0, False, False
-        self.called = False
 
-    def read(self, text: str, last: bool = False) -> list[Event]:
-        """The events of a piece of text; a possible beginning of a call is held back.
-
-        Args:
-            text: The piece.
-            last: Whether it is the last piece.
-        """
-        self._rest += text
-        found, before = list[Event](), None
-        while before != (self._read, self._rest):
-            before = self._read, self._rest
-            found += [event for event in self._read(last) if isinstance(event, Called) or event.text]
-        return found
+    def _begin(self, last: bool) -> Iterator[Event]:
+        self._state = self._all if not self._calls.tools else self._named if self._calls.name else self._text
+        yield from self._state(last)
 
     def _all(self, _: bool) -> Iterator[Event]:
         yield Said(self._take(len(self._rest)))
-
-    def _nothing(self, _: bool) -> Iterator[Event]:
-        self._rest = ""
-        yield from ()
 
     def _named(self, _: bool) -> Iterator[Event]:
         """The whole answer as arguments of the named function."""
@@ -80,10 +43,10 @@ class CallReader:
         if tag:
             yield Said(said.rstrip())
             self._take(len(said) + len(tag))
-            self._read = self._head
+            self._state = self._head
             return
         if not last or self.called or self._calls.required:  # what may begin a call that was cut off is no text
-            said = said[: len(said) - _held(said)]
+            said = said[: len(said) - held(said, BEGIN)]
         if not last or self.called:
             said = said.rstrip()
         yield Said(self._take(len(said)))
@@ -93,20 +56,20 @@ class CallReader:
         if head := HEAD.match(self._rest):
             yield self._call(head[1])
             self._take(head.end())
-            self._read, self._depth, self._quoted = self._arguments, 0, False
+            self._state, self._depth, self._quoted = self._arguments, 0, False
             return
         inside, tag, _ = self._rest.partition(END)
         if tag or last:
             self._take(len(inside) + len(tag))
-            found = _parsed(inside)
+            found = _parsed(inside) or read_call(inside, self._calls.tools)
             if found is None:
                 if tag or not (self._calls.required or self._calls.formed):  # such a call that was cut off is no text
                     yield Said(BEGIN + inside + tag)
-                self._read = self._text
+                self._state = self._text
             else:
                 yield self._call(found[0])
                 yield Argued(found[1])
-                self._read = self._behind
+                self._state = self._behind
 
     def _arguments(self, last: bool) -> Iterator[Event]:
         """Arguments up to the closing brace, or up to invalid JSON."""
@@ -118,7 +81,7 @@ class CallReader:
             self._quoted = letter == '"'
             self._depth += (letter in "{[") - (letter in "}]")
             if not self._depth or letter == "<":
-                self._read = self._end
+                self._state = self._end
                 yield Argued(self._take(place + (letter != "<")))
                 return
         yield Argued(self._take(len(self._rest)))
@@ -126,26 +89,13 @@ class CallReader:
     def _end(self, _: bool) -> Iterator[Event]:
         """The text after the arguments of a call."""
         if END in self._rest:
-            self._rest, self._read = self._rest.partition(END)[2], self._behind
+            self._rest, self._state = self._rest.partition(END)[2], self._behind
         yield from ()
 
     def _behind(self, _: bool) -> Iterator[Event]:
         """The text after a call."""
-        self._read = self._nothing if self._calls.single else self._text
+        self._state = self._nothing if self._calls.single else self._text
         yield from ()
-
-    def _call(self, name: str) -> Called:
-        self.called = True
-        return Called(f"call_{uuid4().hex[:24]}", name)
-
-    def _take(self, size: int) -> str:
-        taken, self._rest = self._rest[:size], self._rest[size:]
-        return taken
-
-
-def _held(text: str) -> int:
-    """Number of characters at the end of a text that may begin a call."""
-    return max((size for size in range(1, len(BEGIN)) if text.endswith(BEGIN[:size])), default=0)
 
 
 def _parsed(text: str) -> tuple[str, str] | None:

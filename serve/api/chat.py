@@ -6,12 +6,12 @@ from typing import Any
 from medusa import Output
 from medusa.engine.output import FinishReason
 from medusa.serve.api.asking import Wanted, ask
-from medusa.serve.api.calls import Argued, Called, CallReader, Event, Said
 from medusa.serve.api.constraints import constraint_of
 from medusa.serve.api.errors import refused
 from medusa.serve.api.logprobs import Logprobs
 from medusa.serve.api.messages import text_of
 from medusa.serve.api.protocol import ChatRequest
+from medusa.serve.api.reading import Argued, Called, Event, Reader, Reasoned, Said
 from medusa.serve.api.reply import REASONS, Kind, Reply
 from medusa.serve.api.service import Service
 from medusa.serve.api.texts import described
@@ -29,7 +29,9 @@ async def chat(service: Service, body: ChatRequest, client: str) -> Reply:
     """
     calls = calls_of(body)
     requests = await asked(service, body, calls, client)
-    choices = [_Message(calls, Logprobs(service.texts.token, top_of(body))) for _ in requests]
+    readers = [await reader_of(service, calls, request) for request in requests]
+    reasons = body.include_reasoning is not False
+    choices = [_Message(calls, reader, Logprobs(service.texts.token, top_of(body)), reasons) for reader in readers]
     return Reply(service, body, KIND, choices, await service.start(requests))
 
 
@@ -43,16 +45,25 @@ async def asked(service: Service, body: ChatRequest, calls: Calls, client: str) 
         raise refused("max_tokens and max_completion_tokens mean the same; give one of them", "max_tokens")
     if body.top_logprobs is not None and not body.logprobs:
         raise refused("top_logprobs needs logprobs; set logprobs, or leave it out", "top_logprobs")
-    constraint, texts = await constraint_of(service, body, calls), service.texts
+    texts = service.texts
     if body.logprobs:
         await service.aside(texts.prepare)
     prompt = await service.aside(texts.render, body.messages, body, described(calls.tools))
+    ending = await service.aside(texts.ending, prompt)
+    constraint = await constraint_of(service, body, calls, texts.writing, ending)
     predicted = list[int]()
     if body.prediction is not None:
         predicted = await service.aside(texts.encode, text_of(body.prediction.content), False)
     longest = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    wanted = Wanted([prompt], longest, top_of(body), constraint=constraint, predicted=predicted)
+    tagged = texts.writing.harmony
+    wanted = Wanted([prompt], longest, top_of(body), tagged=tagged, constraint=constraint, predicted=predicted)
     return ask(service, body, wanted, client)
+
+
+async def reader_of(service: Service, calls: Calls, request: Asked) -> Reader:
+    """Reads the answer to a request."""
+    texts = service.texts
+    return texts.writing.reader(calls, await service.aside(texts.ending, request.prompt))
 
 
 def top_of(body: ChatRequest) -> int | None:
@@ -63,14 +74,16 @@ def top_of(body: ChatRequest) -> int | None:
 class _Message:
     """See ``Choice``."""
 
-    def __init__(self, calls: Calls, logprobs: Logprobs) -> None:
-        self._how, self._reader, self._logprobs = calls, CallReader(calls), logprobs
+    def __init__(self, calls: Calls, reader: Reader, logprobs: Logprobs, reasons: bool) -> None:
+        self._how, self._reader, self._logprobs, self._reasons = calls, reader, logprobs, reasons
         self._calls = 0
 
     def whole(self, output: Output) -> dict[str, Any]:
-        events = self._reader.read(output.text, last=True)
+        events = self._events(output.text, True)
         content, calls = "".join(event.text for event in events if isinstance(event, Said)), _whole(events)
         message: dict[str, Any] = {"role": "assistant", "content": content or (None if calls else ""), "refusal": None}
+        if reasoning := "".join(event.text for event in events if isinstance(event, Reasoned)):
+            message["reasoning_content"] = reasoning
         if calls:
             message["tool_calls"] = calls
         logprobs = self._logprobs.chat(output.tokens, output.logprobs, output.finish_reason)
@@ -81,7 +94,7 @@ class _Message:
         return [_delta({"role": "assistant", "content": None if self._how.required else ""})]
 
     def pieces(self, delta: Delta) -> list[dict[str, Any]]:
-        events = self._reader.read("".join(delta.pieces), delta.finish_reason is not None)
+        events = self._events("".join(delta.pieces), delta.finish_reason is not None)
         chunks = [_delta(self._said(event)) for event in events]
         if logprobs := self._logprobs.chat(delta.tokens, delta.logprobs, delta.finish_reason):
             chunks = chunks or [self.blank()]
@@ -93,10 +106,16 @@ class _Message:
     def blank(self) -> dict[str, Any]:
         return _delta({})
 
+    def _events(self, text: str, last: bool) -> list[Event]:
+        events = self._reader.read(text, last)
+        return [event for event in events if self._reasons or not isinstance(event, Reasoned)]
+
     def _said(self, event: Event) -> dict[str, Any]:
         match event:
             case Said(text):
                 return {"content": text}
+            case Reasoned(text):
+                return {"reasoning_content": text}
             case Called():
                 self._calls += 1
                 return {"tool_calls": [{"index": self._calls - 1, **_call(event)}]}

@@ -7,9 +7,10 @@ from medusa.engine.constraint import Constraint
 from medusa.serve.api.errors import refused
 from medusa.serve.api.messages import ResponseFormat
 from medusa.serve.api.protocol import ChatRequest, CompletionRequest
+from medusa.serve.api.reasoning import Writing
 from medusa.serve.api.service import Service
-from medusa.serve.api.tools import Calls, parameters
-from medusa.serve.grammar import MOST_SPACES, Grammars, check_grammar
+from medusa.serve.api.tools import Calls, json_form, parameters
+from medusa.serve.grammar import Grammars, check_grammar
 from medusa.serve.threads import Threads
 
 Made = Callable[[], Constraint]
@@ -18,7 +19,11 @@ COMPILING, MOST_SECONDS = 4, 30.0
 
 
 async def constraint_of(
-    service: Service, body: ChatRequest | CompletionRequest, calls: Calls | None = None
+    service: Service,
+    body: ChatRequest | CompletionRequest,
+    calls: Calls | None = None,
+    writing: Writing | None = None,
+    prompt: str = "",
 ) -> Made | None:
     """A function that makes the constraint of a completion; None = no constraint.
 
@@ -26,6 +31,8 @@ async def constraint_of(
         service: Compiles grammars.
         body: The body of the request.
         calls: The rules for tool calls.
+        writing: How the model writes answers of a chat.
+        prompt: The end of the prompt.
 
     Raises:
         ApiError: The format is incomplete or not supported.
@@ -38,7 +45,9 @@ async def constraint_of(
     if body.ignore_eos:
         raise refused("ignore_eos cannot be combined with a format, which ends the answer; leave it out", "ignore_eos")
     try:
-        return await _threads.run(lambda: _compiled(service.grammars, wanted, calls), MOST_SECONDS)
+        return await _threads.run(
+            lambda: _compiled(service.grammars, wanted, calls, writing or Writing(), prompt), MOST_SECONDS
+        )
     except TimeoutError:
         raise refused("grammar or schema takes too long to compile; make it simpler", "response_format") from None
     except (ValueError, TypeError, RecursionError) as error:
@@ -49,21 +58,26 @@ async def constraint_of(
 _threads = Threads(COMPILING)
 
 
-def _compiled(grammars: Grammars, wanted: ResponseFormat | None, calls: Calls) -> Made:
-    if calls.name:
-        (named,) = [tool for tool in calls.tools if tool.function.name == calls.name][:1]
-        return grammars.json_schema(parameters(named))
-    if calls.required:
-        return grammars.structure(calls.structure(free=False), calls.schemas, free=False)
-    if wanted is None:
-        return grammars.structure(calls.structure(free=True), calls.schemas, free=True)
-    if calls.tools:  # the format, or a call
+def _compiled(grammars: Grammars, wanted: ResponseFormat | None, calls: Calls, writing: Writing, prompt: str) -> Made:
+    forms, schemas = list[dict[str, Any]](), list[dict[str, Any]]()
+    if wanted is not None and not calls.required:
         form, schemas = _structure(wanted)
-        either = {"type": "or", "elements": [form, calls.structure(free=False)]}
-        return grammars.structure(either, [*schemas, *calls.schemas], free=wanted.type == "grammar")
-    if wanted.type == "grammar" and wanted.grammar is not None:
-        return grammars.grammar(wanted.grammar)
-    return grammars.json_schema(_schema(wanted))
+        forms.append(writing.whole(form, prompt))
+    if calls.name and not writing.harmony:
+        schemas = [parameters(tool) for tool in calls.tools if tool.function.name == calls.name][:1]
+        forms.append(writing.whole(json_form(schemas[0]), prompt))
+    elif calls.required or (calls.tools and forms):
+        forms.append(writing.whole(writing.calls(calls, free=False), prompt, calls=True))
+        schemas += calls.schemas
+    if not forms:
+        return grammars.structure(writing.calls(calls, free=True), calls.schemas, free=True)
+    if len(forms) == 1 and forms[0]["type"] == "json_schema":
+        return grammars.json_schema(schemas[0])
+    if len(forms) == 1 and forms[0]["type"] == "grammar":
+        return grammars.grammar(forms[0]["grammar"])
+    whole = forms[0] if len(forms) == 1 else {"type": "or", "elements": forms}
+    free = writing.thinks or writing.harmony or (wanted is not None and wanted.type == "grammar")
+    return grammars.structure(whole, schemas, free=free)
 
 
 def _schema(wanted: ResponseFormat) -> dict[str, Any]:
@@ -86,4 +100,4 @@ def _structure(wanted: ResponseFormat) -> tuple[dict[str, Any], list[dict[str, A
         check_grammar(wanted.grammar)
         return {"type": "grammar", "grammar": wanted.grammar}, []
     schema = _schema(wanted)
-    return {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": MOST_SPACES}, [schema]
+    return json_form(schema), [schema]

@@ -55,12 +55,19 @@ class Result(Item):
     output: Content
 
 
+class ThoughtPart(Body):
+    """A part of a reasoning."""
+
+    type: str
+    text: str = ""
+
+
 class Thought(Item):
-    """The reasoning of a model, which is not read here."""
+    """The reasoning of a model."""
 
     type: Literal["reasoning"]
     summary: list[Any] | None = None
-    content: list[Any] | None = None
+    content: list[ThoughtPart] | None = None
     encrypted_content: str | None = None
 
 
@@ -118,6 +125,12 @@ class TextFormat(JsonSchema):
     schema_: dict[str, Any] | None = Field(None, alias="schema")  # type: ignore[assignment]
 
 
+class Reasoning(Body):
+    """Settings of the reasoning."""
+
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+
+
 class Text(Body):
     """Settings of the answer's text."""
 
@@ -131,6 +144,7 @@ class ResponsesRequest(Shared):
     instructions: str | None = None
     max_output_tokens: StrictInt | None = None
     text: Text | None = None
+    reasoning: Reasoning | None = None
     tools: list[Annotated[FunctionTool, BeforeValidator(_functions_only)]] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | NamedTools | None = None
     parallel_tool_calls: StrictBool | None = None
@@ -165,14 +179,19 @@ class ResponsesRequest(Shared):
             tools=None if self.tools is None else [_tool(tool) for tool in self.tools],
             tool_choice=_choice(self.tool_choice),
             parallel_tool_calls=self.parallel_tool_calls,
+            reasoning_effort=None if self.reasoning is None else self.reasoning.effort,
         )
 
     def _messages(self) -> list[Message]:
         said = [] if self.instructions is None else [Message(role="system", content=self.instructions)]
         if isinstance(self.input, str):
             return [*said, Message(role="user", content=self.input)]
+        thought = ""  # belongs to the next message or call of the model
         for item in self.input:
             match item:
+                case Thought():
+                    thought = "".join(part.text for part in item.content or ())
+                    continue
                 case Spoken():
                     said.append(Message(role=item.role, content=item.content))
                 case Result():
@@ -183,6 +202,9 @@ class ResponsesRequest(Shared):
                     function = FunctionCall(name=item.name, arguments=item.arguments)
                     calls = [*(said[-1].tool_calls or ()), ToolCall(id=item.call_id, function=function)]
                     said[-1].tool_calls = calls
+            if thought and said[-1].role == "assistant" and not said[-1].reasoning_content:
+                said[-1].reasoning_content = thought
+            thought = ""
         return said or [Message(role="user", content="")]
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 from uuid import uuid4
 
-from medusa.serve.api.calls import Argued, Called, Event, Said
+from medusa.serve.api.reading import Argued, Called, Event, Reasoned, Said
 
 Told = dict[str, Any]
 """An event of a stream, without its number."""
@@ -34,6 +34,8 @@ class OutputItems:
             match event:
                 case Said(text):
                     yield from self._say(text)
+                case Reasoned(text):
+                    yield from self._reason(text)
                 case Called():
                     yield from self.close("completed")
                     yield self._add(_call(event))
@@ -51,6 +53,8 @@ class OutputItems:
             (part,) = item["content"]
             yield self._told("response.output_text.done", 0, text=part["text"], logprobs=part["logprobs"])
             yield self._told("response.content_part.done", 0, part=part)
+        elif item["type"] == "reasoning":
+            yield self._told("response.reasoning_text.done", 0, text=item["content"][0]["text"])
         else:
             told = {"name": item["name"], "arguments": item["arguments"]}
             yield self._told("response.function_call_arguments.done", **told)
@@ -58,7 +62,7 @@ class OutputItems:
 
     def end(self, status: str) -> Iterator[Told]:
         """End the answer, complete or cut off; it has at least one message, perhaps an empty one."""
-        if not self.items:
+        if all(item["type"] == "reasoning" for item in self.items):
             yield from self._say("")
         yield from self.close(status)
 
@@ -77,6 +81,15 @@ class OutputItems:
         part["logprobs"] += logprobs
         if text:
             yield self._told("response.output_text.delta", 0, delta=text, logprobs=logprobs)
+
+    def _reason(self, text: str) -> Iterator[Told]:
+        if not self._open or self.items[-1]["type"] != "reasoning":
+            yield from self.close("completed")
+            item = {"type": "reasoning", "id": _id("rs"), "status": "in_progress", "summary": []}
+            yield self._add({**item, "content": [{"type": "reasoning_text", "text": ""}]})
+        self.items[-1]["content"][0]["text"] += text
+        self._logprobs = []  # they are those of text
+        yield self._told("response.reasoning_text.delta", 0, delta=text)
 
     def _add(self, item: dict[str, Any]) -> Told:
         self.items.append(item)

@@ -70,6 +70,8 @@ class Shared(Body):
     """null = a random seed, reported as ``seed`` of the answer; completion i of n has seed + i."""
     stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
     ignore_eos: StrictBool | None = None
+    skip_special_tokens: StrictBool | None = None
+    """False = special tokens are part of the text."""
     user: str | None = None
     """Requests of different users of an API key are scheduled fairly."""
     priority: StrictInt | None = None
@@ -104,6 +106,8 @@ class Rendering(Body):
     """Continue the last message instead of beginning a new one."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Additional values for the template."""
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    """A value for templates that know it; "none" also sets their ``enable_thinking`` to false."""
 
 
 class Prediction(Body):
@@ -125,6 +129,8 @@ class ChatRequest(Sampling, Rendering):
     tool_choice: Literal["none", "auto", "required"] | Tool | AllowedChoice | None = None
     parallel_tool_calls: StrictBool | None = None
     prediction: Prediction | None = None
+    include_reasoning: StrictBool | None = None
+    """False = leave the reasoning out of the answer."""
     modalities: Annotated[Any, lacking("this model writes text only", lambda value: value in ([], ["text"]))] = None
     audio: Annotated[Any, lacking("this model writes text only")] = None
     functions: Annotated[Any, lacking("give tools")] = None

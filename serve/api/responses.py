@@ -11,12 +11,12 @@ from uuid import uuid4
 from fastapi.responses import StreamingResponse
 
 from medusa.engine.output import FinishReason
-from medusa.serve.api.calls import CallReader
-from medusa.serve.api.chat import asked, top_of
+from medusa.serve.api.chat import asked, reader_of, top_of
 from medusa.serve.api.errors import ApiError, as_api_error
 from medusa.serve.api.items import ResponsesRequest
 from medusa.serve.api.logprobs import Logprobs
 from medusa.serve.api.output_items import OutputItems, Told
+from medusa.serve.api.reading import Reader
 from medusa.serve.api.reply import event_stream, spec_metrics, wants_metrics
 from medusa.serve.api.service import Service
 from medusa.serve.api.tools import calls_of
@@ -40,9 +40,10 @@ async def respond(service: Service, body: ResponsesRequest, client: str) -> "Res
         (request,) = await asked(service, chat, calls, client)
     except ApiError as error:
         raise _in_its_words(error) from error
+    reader = await reader_of(service, calls, request)
     (ticket,) = await service.start([request])
     metrics, logprobs = wants_metrics(service, body), Logprobs(service.texts.token, top_of(chat))
-    return ResponseReply(body, ticket, CallReader(calls), logprobs, metrics)
+    return ResponseReply(body, ticket, reader, logprobs, metrics)
 
 
 class ResponseReply:
@@ -57,7 +58,7 @@ class ResponseReply:
     """
 
     def __init__(
-        self, body: ResponsesRequest, ticket: Ticket, reader: CallReader, logprobs: Logprobs, metrics: bool
+        self, body: ResponsesRequest, ticket: Ticket, reader: Reader, logprobs: Logprobs, metrics: bool
     ) -> None:
         self._ticket, self._reader, self._logprobs, self._metrics = ticket, reader, logprobs, metrics
         self._output = OutputItems()
@@ -171,7 +172,7 @@ def _echo(body: ResponsesRequest) -> dict[str, Any]:
         "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "truncation": "disabled",
-        "reasoning": {"effort": None, "summary": None},
+        "reasoning": {"effort": None if body.reasoning is None else body.reasoning.effort, "summary": None},
         "metadata": body.metadata or {},
         "user": body.user,
         "store": False,

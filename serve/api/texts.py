@@ -13,8 +13,11 @@ from medusa.prompts import render_messages
 from medusa.serve.api.errors import refused, too_long
 from medusa.serve.api.messages import Function, Message, Tool, text_of
 from medusa.serve.api.protocol import Rendering, TokenizeRequest
+from medusa.serve.api.reasoning import Writing
 from medusa.serve.grammar import Grammars
 
+ENDING = 16
+"""Tokens of a prompt that show whether it begins the reasoning of an answer."""
 LONGEST_TOKEN = 64
 """Most characters per token of the context; longer texts are refused without encoding."""
 
@@ -33,12 +36,17 @@ class Texts:
         self._name, self._context, self._grammars = name, base.context_length, grammars
         self.token = lru_cache(maxsize=1 << 16)(self._token)
         self.special = base.special_ids
+        self.writing = Writing.of(_template(self.tokenizer))
 
     def encode(self, text: str, special: bool = True) -> list[int]:
         """Token ids of a text."""
         self._check_length(len(text), "prompt")
         ids: list[int] = self.tokenizer(text, add_special_tokens=special).input_ids
         return ids
+
+    def ending(self, prompt: Sequence[int]) -> str:
+        """The text of a prompt's last tokens, special ones included."""
+        return self.decode(prompt[-ENDING:])
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of token ids."""
@@ -94,9 +102,11 @@ class Texts:
         if begun and rendering.add_generation_prompt and "add_generation_prompt" in rendering.model_fields_set:
             message = "continue_final_message and add_generation_prompt exclude each other; set one of them"
             raise refused(message, "continue_final_message")
-        values = rendering.chat_template_kwargs or {}
+        values = dict(rendering.chat_template_kwargs or {})
         if taken := values.keys() & inspect.signature(self.tokenizer.apply_chat_template).parameters.keys():
             raise refused(f"chat_template_kwargs ({min(taken)}) is no value of a template; leave it out")
+        if effort := rendering.reasoning_effort:
+            values = {"reasoning_effort": effort, **({"enable_thinking": False} if effort == "none" else {}), **values}
         generation = rendering.add_generation_prompt and not begun
         return {**values, "add_generation_prompt": generation, "continue_final_message": begun}
 
@@ -104,6 +114,12 @@ class Texts:
         """Refuse text that is too long, before it is encoded."""
         if characters > LONGEST_TOKEN * self._context:
             raise too_long(self._context, f"the text has {characters} characters", where)
+
+
+def _template(tokenizer: Any) -> str:
+    with suppress(ValueError):  # it has none, or several of which none is the usual one
+        return str(tokenizer.get_chat_template())
+    return ""
 
 
 def described(tools: Sequence[Tool]) -> list[dict[str, Any]]:
@@ -120,6 +136,8 @@ def _plain(message: Message) -> dict[str, Any]:
     for name in ("name", "tool_call_id", "reasoning_content"):
         if value := getattr(message, name):
             said[name] = value
+    if message.reasoning_content and not said["content"]:
+        said["thinking"] = message.reasoning_content  # GPT-OSS's template has this name, and not beside a content
     if message.tool_calls:
         said["tool_calls"] = [
             {"id": call.id, "type": call.type, "function": {"name": call.function.name, "arguments": arguments}}

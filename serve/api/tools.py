@@ -42,13 +42,14 @@ class Calls(NamedTuple):
         """Whether arguments of a tool must follow its schema."""
         return any(tool.function.strict for tool in self.tools)
 
-    def structure(self, free: bool) -> dict[str, Any]:
+    def structure(self, free: bool, xml: bool = False) -> dict[str, Any]:
         """Calls in XGrammar's language of structural tags, in the format of templates.
 
         Args:
             free: Whether other text is allowed, also without any call.
+            xml: Whether a call has a tag for each argument.
         """
-        called = {"tags": [_tag(tool) for tool in self.tools], "stop_after_first": self.single}
+        called = {"tags": [_tag(tool, xml) for tool in self.tools], "stop_after_first": self.single}
         if free:
             return {"type": "triggered_tags", "triggers": [BEGIN], **called}
         return {"type": "tags_with_separator", "separator": "\n", "at_least_one": True, **called}
@@ -93,7 +94,16 @@ def _check_known(chosen: Sequence[Tool], tools: Sequence[Tool]) -> None:
             raise refused(f"tool_choice ({name}) is none of the tools; name one of them", "tool_choice")
 
 
-def _tag(tool: Tool) -> dict[str, Any]:
-    arguments = {"type": "json_schema", "json_schema": parameters(tool), "max_whitespace_cnt": MOST_SPACES}
+def json_form(schema: dict[str, Any]) -> dict[str, Any]:
+    """JSON that follows a schema, in XGrammar's language of structural tags."""
+    return {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": MOST_SPACES}
+
+
+def _tag(tool: Tool, xml: bool) -> dict[str, Any]:
+    arguments = json_form(parameters(tool))
+    if xml:
+        begin = f"{BEGIN}\n<function={tool.function.name}>\n"
+        content = arguments | {"style": "qwen_xml"}
+        return {"type": "tag", "begin": begin, "content": content, "end": f"\n</function>\n{END}"}
     begin = f'{BEGIN}\n{{"name": "{tool.function.name}", "arguments": '
     return {"type": "tag", "begin": begin, "content": arguments, "end": f"}}\n{END}"}

@@ -4,8 +4,9 @@ import json
 
 import pytest
 
-from medusa.serve.api.calls import Argued, Called, CallReader, Said
+from medusa.serve.api.calls import CallReader
 from medusa.serve.api.messages import Tool
+from medusa.serve.api.reading import Argued, Called, Said
 from medusa.serve.api.tools import Calls
 
 TOOLS = [Tool(type="function", function={"name": "f"})]

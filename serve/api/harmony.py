@@ -1,0 +1,66 @@
+"""Answers in Harmony, the format of GPT-OSS: messages on channels, some of them calls.
+
+``<|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>final<|message|>...``; the text of a message to
+``functions.NAME`` is the arguments of a call. Tags are special tokens, which the text has to contain.
+"""
+
+import re
+from collections.abc import Callable, Iterator
+
+from medusa.serve.api.reading import Argued, Event, Reader, Reasoned, Said, held
+from medusa.serve.api.tools import Calls
+
+CHANNEL, MESSAGE, ENDS = "<|channel|>", "<|message|>", ("<|end|>", "<|start|>", "<|return|>", "<|call|>")
+REASONING, FINAL, CALLS = "analysis", "final", "commentary"
+"""Channels."""
+END = re.compile("|".join(map(re.escape, ENDS)))
+NAME, RECIPIENT = re.compile(rf"{re.escape(CHANNEL)}(\w+)"), re.compile(r"to=functions\.([\w.-]+)")
+
+
+class HarmonyReader(Reader):
+    """Reads one answer.
+
+    Args:
+        calls: The rules for tool calls of the request.
+    """
+
+    def __init__(self, calls: Calls) -> None:
+        super().__init__()
+        self._calls = calls
+        self._kind: Callable[[str], Event] = Said
+
+    def _begin(self, last: bool) -> Iterator[Event]:
+        """The first message; text that does not begin with a channel is for the user."""
+        if not CHANNEL.startswith(self._rest[: len(CHANNEL)]):
+            self._state = self._body
+        elif self._rest:
+            yield from self._header(last)
+
+    def _header(self, last: bool) -> Iterator[Event]:
+        """Channel and recipient of the next message, and the name of its writer."""
+        header, tag, rest = self._rest.partition(MESSAGE)
+        if not tag:
+            self._state = self._nothing if last else self._state
+            return
+        self._rest, self._state = rest, self._body
+        channel, recipient = NAME.search(header), RECIPIENT.search(header)
+        if recipient and self._calls.tools:
+            if self.called and self._calls.single:
+                self._state = self._nothing
+                return
+            yield self._call(recipient[1])
+            self._kind = Argued
+        elif recipient or (channel and channel[1] == REASONING):
+            self._kind = Reasoned
+        else:
+            self._kind = Said
+
+    def _body(self, last: bool) -> Iterator[Event]:
+        """The text of a message up to the next tag."""
+        if end := END.search(self._rest):
+            yield self._kind(self._take(end.start()))
+            self._take(len(end[0]))
+            self._state = self._header
+        else:
+            kept = 0 if last else max(held(self._rest, tag) for tag in ENDS)
+            yield self._kind(self._take(len(self._rest) - kept))
