@@ -11,7 +11,7 @@ from medusa.serve.api.errors import refused
 from medusa.serve.api.logprobs import Logprobs
 from medusa.serve.api.messages import text_of
 from medusa.serve.api.protocol import ChatRequest
-from medusa.serve.api.reading import Argued, Called, Event, Reader, Reasoned, Said
+from medusa.serve.api.reading import Argued, Called, Event, Reader, Reasoned, Said, joined
 from medusa.serve.api.reply import REASONS, Kind, Reply
 from medusa.serve.api.service import Service
 from medusa.serve.api.texts import described
@@ -76,7 +76,7 @@ class _Message:
 
     def __init__(self, calls: Calls, reader: Reader, logprobs: Logprobs, reasons: bool) -> None:
         self._how, self._reader, self._logprobs, self._reasons = calls, reader, logprobs, reasons
-        self._calls = 0
+        self._calls, self._traced = 0, list[tuple[str, bool]]()
 
     def whole(self, output: Output) -> dict[str, Any]:
         events = self._events(output.text, True)
@@ -94,7 +94,16 @@ class _Message:
         return [_delta({"role": "assistant", "content": None if self._how.required else ""})]
 
     def pieces(self, delta: Delta) -> list[dict[str, Any]]:
-        events = self._events("".join(delta.pieces), delta.finish_reason is not None)
+        events, self._traced = [], []
+        for piece in delta.pieces:
+            found = self._events(piece, False)
+            events += found
+            self._traced += [(event.text, piece.drafted) for event in found if isinstance(event, Said)]
+        if delta.finish_reason is not None:
+            found = self._events("", True)
+            events += found
+            self._traced += [(event.text, False) for event in found if isinstance(event, Said)]
+        events = joined(events)
         chunks = [_delta(self._said(event)) for event in events]
         if logprobs := self._logprobs.chat(delta.tokens, delta.logprobs, delta.finish_reason):
             chunks = chunks or [self.blank()]
@@ -105,6 +114,9 @@ class _Message:
 
     def blank(self) -> dict[str, Any]:
         return _delta({})
+
+    def traced(self, delta: Delta) -> list[tuple[str, bool]]:
+        return self._traced
 
     def _events(self, text: str, last: bool) -> list[Event]:
         events = self._reader.read(text, last)

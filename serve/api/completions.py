@@ -72,6 +72,9 @@ class _Text:
     def blank(self) -> dict[str, Any]:
         return _choice("")
 
+    def traced(self, delta: Delta) -> list[tuple[str, bool]]:
+        return [(text, text.drafted) for text in delta.pieces]
+
     def _told(
         self,
         tokens: Sequence[int],

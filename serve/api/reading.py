@@ -1,7 +1,7 @@
 """What an answer consists of, and how it is read piece by piece, for whole answers and for streams."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 from uuid import uuid4
 
@@ -77,6 +77,18 @@ class Reader(ABC):
     def _take(self, size: int) -> str:
         taken, self._rest = self._rest[:size], self._rest[size:]
         return taken
+
+
+def joined(events: Iterable[Event]) -> list[Event]:
+    """The same events, where texts of a kind that follow each other are one."""
+    found = list[Event]()
+    for event in events:
+        before = found[-1] if found else None
+        if before is not None and not isinstance(event, Called) and type(before) is type(event):
+            found[-1] = type(event)(before.text + event.text)
+        else:
+            found.append(event)
+    return found
 
 
 def held(text: str, tag: str) -> int:

@@ -47,6 +47,9 @@ class Choice(Protocol):
     def blank(self) -> dict[str, Any]:
         """A chunk without text."""
 
+    def traced(self, delta: Delta) -> list[tuple[str, bool]]:
+        """The text of the answer in ``pieces`` of the same delta, and whether it was drafted."""
+
 
 class Reply:
     """The answer to a submitted request.
@@ -134,9 +137,9 @@ class Reply:
         first: dict[str, Any] = {}
         if self._body.return_token_ids:
             first["token_ids"] = list(delta.tokens)
-        if self._body.speculation is not None and self._body.speculation.trace and delta.pieces:
-            first["pieces"] = [[text, text.drafted] for text in delta.pieces]
         pieces = self._choices[index].pieces(delta)
+        if self._body.speculation is not None and self._body.speculation.trace and delta.pieces:
+            first["pieces"] = self._choices[index].traced(delta)
         if first:
             pieces = pieces or [self._choices[index].blank()]
             pieces[0] |= first

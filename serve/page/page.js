@@ -108,7 +108,7 @@ async function ask(turn, signal) {
 
 function send(question) {
   if (running || !question.trim()) return;
-  const turn = { question, pieces: [], figures: "" };
+  const turn = { question, pieces: [], thoughts: "", figures: "" };
   add(turn);
   $("message").value = "";
   answer(turn);
@@ -124,12 +124,19 @@ function add(turn) {
 
 function draw(turn) {
   const question = Object.assign(element("div", "question", turn.question), { dir: "auto" });
-  turn.box.replaceChildren(question, element("div", "answer"), element("p", "figures"));
+  const thoughts = element("details", "thoughts");
+  thoughts.append(element("summary", "", "Reasoning"), Object.assign(element("p", ""), { dir: "auto" }));
+  turn.box.replaceChildren(question, thoughts, element("div", "answer"), element("p", "figures"));
   refresh(turn);
 }
 
-function refresh({ box, pieces, figures, lossy, error }) {
-  const [, text, line, alert] = box.children;
+function refresh({ box, pieces, thoughts, figures, lossy, error }) {
+  const [, reasoning, text, line, alert] = box.children;
+  reasoning.hidden = !thoughts;
+  reasoning.lastChild.textContent = thoughts;
+  if (pieces.length && !reasoning.answered) reasoning.open = false; // a reader may open it again
+  if (thoughts && !pieces.length) reasoning.open = true;
+  reasoning.answered = pieces.length > 0;
   show(text, pieces);
   line.textContent = figures;
   if (lossy) line.append(" · ", element("span", "warning", "LOSSY"));
@@ -141,7 +148,7 @@ async function answer(turn) {
   const aborter = (running = new AbortController());
   const seen = { asked: performance.now(), first: 0, last: 0, early: 0, tokens: 0, depth: 0, drawing: false };
   const lossy = request(turn).speculation.acceptance === "typical";
-  Object.assign(turn, { pieces: [], figures: "", error: "", lossy });
+  Object.assign(turn, { pieces: [], thoughts: "", figures: "", error: "", lossy });
   draw(turn);
   busy(turn, "The model answers.");
   let outcome = "The answer is complete.";
@@ -170,6 +177,7 @@ function busy(turn, status) {
 
 function take(turn, seen, chunk) {
   const [choice] = chunk.choices;
+  turn.thoughts += choice?.delta.reasoning_content ?? "";
   const pieces = choice?.pieces ?? [[choice?.delta.content ?? "", false]];
   for (const [text, drafted] of pieces) {
     seen.depth = drafted ? Math.min(seen.depth + 1, 4) : 0; // every step ends with a token of the model itself

@@ -8,6 +8,7 @@ The slow tests need Chromium and playwright, which drives it and need not bring 
 Any other Chromium or Chrome will do: name it in CHROMIUM.
 """
 
+import copy
 import json
 import os
 import re
@@ -20,7 +21,11 @@ from types import SimpleNamespace
 import pytest
 from fastapi.testclient import TestClient
 
+from medusa import BaseModel, MedusaModel
+from medusa.serve.api import reasoning
 from medusa.serve.api.app import PAGE, create_app
+from medusa.serve.api.reasoning import Writing
+from medusa.serve.grammar import Grammars
 from medusa.serve.settings import ApiSettings
 from tests.serve.live import serving
 
@@ -430,3 +435,27 @@ def test_a_server_that_dies_in_an_answer_is_named(page):
     answer_with(page, stream(["half", False], end=""))
     assert page.inner_text(".turn .error").startswith("The server does not answer")
     assert page.inner_text(".answer") == "half"
+
+
+@pytest.mark.slow
+def test_reasoning_is_shown_apart_and_closed_when_the_answer_begins(opened, base, monkeypatch):
+    monkeypatch.setattr(reasoning, "ANY", {"type": "const_string", "value": "Let me see.\n"})
+    tokenizer = copy.deepcopy(base.tokenizer)
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}<think>\n{# </think> #}"
+    with serving(MedusaModel(BaseModel(base.model, tokenizer, base.name))) as live:
+        form = {"type": "grammar", "grammar": 'root ::= "Seven."'}
+        whole = Writing(thinks=True).whole(form, "<think>\n")
+        constraint = Grammars(base).structure(whole, [], free=True)
+        submit = live.engine.submit
+        live.engine.submit = lambda request: submit(replace(request, constraint=constraint))
+        page = opened(live.url)
+        page.wait_for_selector("#model option", state="attached")
+        page.fill("#max-tokens", "60")
+        send(page, "How many?")
+        assert page.inner_text(".answer") == "Seven."
+        assert page.text_content(".thoughts p") == "Let me see."
+        assert page.get_attribute(".thoughts", "open") is None
+        page.click(".thoughts summary")
+        assert page.inner_text(".thoughts p") == "Let me see."
+        send(page, "And now?")  # the history holds no reasoning
+        assert page.locator(".answer").nth(1).inner_text() == "Seven."
