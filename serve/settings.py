@@ -33,7 +33,9 @@ class EngineSettings:
 class ApiSettings:
     """Access, limits of requests, and reports in answers."""
 
-    name: str = flag("", "name of the base in requests (default: its own, shortened)", metavar="NAME")
+    name: str = flag(
+        "", "name of the base in requests (default: --base, or the base of the heads, shortened)", metavar="NAME"
+    )
     api_keys: frozenset[str] = frozenset()
     """Clients must send one of these as a bearer token; empty = everyone may send requests."""
     admin_key: str = ""

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, model_validator
 from pydantic_core import PydanticCustomError
@@ -18,6 +18,8 @@ class Body(BaseModel):
     """A part of a request. Fields with null count as absent."""
 
     model_config = ConfigDict(extra="allow")
+    unused: ClassVar[bool] = False
+    """Whether this part of a request has no effect, and is named as unknown fields are."""
 
     @model_validator(mode="before")
     @classmethod
@@ -36,7 +38,9 @@ class StrictBody(Body):
 
 def ignored(value: Any, place: str = "") -> Iterator[str]:
     """Names of a body's unknown fields."""
-    if isinstance(value, Body):
+    if isinstance(value, Body) and value.unused:
+        yield place.removesuffix(".")
+    elif isinstance(value, Body):
         yield from (f"{place}{name}" for name in value.model_extra or ())
         for name in type(value).model_fields:
             yield from ignored(getattr(value, name), f"{place}{name}.")

@@ -41,7 +41,7 @@ async def asked(service: Service, body: ChatRequest, calls: Calls, client: str) 
     Raises:
         ApiError: The request cannot be served.
     """
-    if body.max_tokens is not None and body.max_completion_tokens is not None:
+    if len({body.max_tokens, body.max_completion_tokens} - {None}) > 1:
         raise refused("max_tokens and max_completion_tokens mean the same; give one of them", "max_tokens")
     if body.top_logprobs is not None and not body.logprobs:
         raise refused("top_logprobs needs logprobs; set logprobs, or leave it out", "top_logprobs")

@@ -37,9 +37,11 @@ async def constraint_of(
     Raises:
         ApiError: The format is incomplete or not supported.
     """
-    calls, wanted = calls or Calls(), body.response_format
-    if wanted is not None and wanted.type == "text":
-        wanted = None
+    calls = calls or Calls()
+    try:
+        wanted = body.form()
+    except ValueError as error:
+        raise refused(str(error), "structured_outputs") from error
     if wanted is None and not calls.required and not calls.strict:
         return None
     if body.ignore_eos:
@@ -76,7 +78,7 @@ def _compiled(grammars: Grammars, wanted: ResponseFormat | None, calls: Calls, w
     if len(forms) == 1 and forms[0]["type"] == "grammar":
         return grammars.grammar(forms[0]["grammar"])
     whole = forms[0] if len(forms) == 1 else {"type": "or", "elements": forms}
-    free = writing.thinks or writing.harmony or (wanted is not None and wanted.type == "grammar")
+    free = writing.thinks or writing.harmony or (wanted is not None and wanted.type in ("grammar", "regex"))
     return grammars.structure(whole, schemas, free=free)
 
 
@@ -89,7 +91,7 @@ def _schema(wanted: ResponseFormat) -> dict[str, Any]:
     if wanted.type == "json_object":
         return {"type": "object"}
     if wanted.json_schema is None:
-        missing = "grammar" if wanted.type == "grammar" else "schema"
+        missing = {"grammar": "grammar", "regex": "pattern"}.get(wanted.type, "schema")
         raise ValueError(f"response_format ({wanted.type}) is incomplete; give its {missing}")
     return wanted.json_schema.schema_
 
@@ -99,5 +101,8 @@ def _structure(wanted: ResponseFormat) -> tuple[dict[str, Any], list[dict[str, A
     if wanted.type == "grammar" and wanted.grammar is not None:
         check_grammar(wanted.grammar)
         return {"type": "grammar", "grammar": wanted.grammar}, []
+    if wanted.type == "regex" and wanted.pattern is not None:
+        check_grammar(wanted.pattern)
+        return {"type": "regex", "pattern": wanted.pattern}, []
     schema = _schema(wanted)
     return json_form(schema), [schema]

@@ -22,7 +22,18 @@ REASONS = {
     "missing": "is missing; give it",
 }
 """Messages for pydantic's kinds of errors whose own messages are unclear."""
-UNIONS = ("str", "int", "float", "constrained-str", "Tool", "NamedTool", "AllowedChoice", "NamedTools")
+UNIONS = (
+    "str",
+    "int",
+    "float",
+    "constrained-str",
+    "Tool",
+    "NamedTool",
+    "AllowedChoice",
+    "NamedTools",
+    "FunctionTool",
+    "OtherTool",
+)
 """Names of types in pydantic's places of errors."""
 TYPES: dict[int, str] = {
     HTTPStatus.UNAUTHORIZED: "authentication_error",

@@ -95,8 +95,21 @@ class FunctionTool(Function):
     type: Literal["function"]
 
 
+class OtherTool(Body):
+    """A tool of OpenAI's own, or of a client; this server has none of them, and the model is not told of it."""
+
+    unused = True
+    type: str
+
+
+Tools = Annotated[
+    Annotated[FunctionTool, Tag("FunctionTool")] | Annotated[OtherTool, Tag("OtherTool")],
+    Discriminator(lambda value: "FunctionTool" if _kind(value) == "function" else "OtherTool"),
+]
+
+
 def _functions_only(value: Any) -> Any:
-    """Refuse OpenAI's own tools with a clear error."""
+    """Refuse to choose among tools that this server does not have."""
     if isinstance(value, dict) and value.get("type") != "function":
         message = "tools of type {kind} are not supported; give functions"
         raise PydanticCustomError("functions_only", message, {"kind": str(value.get("type"))[:40]})
@@ -145,7 +158,8 @@ class ResponsesRequest(Shared):
     max_output_tokens: StrictInt | None = None
     text: Text | None = None
     reasoning: Reasoning | None = None
-    tools: list[Annotated[FunctionTool, BeforeValidator(_functions_only)]] | None = None
+    tools: list[Tools] | None = None
+    """Those that are no functions are left out."""
     tool_choice: Literal["none", "auto", "required"] | NamedTool | NamedTools | None = None
     parallel_tool_calls: StrictBool | None = None
     top_logprobs: StrictInt | None = None
@@ -159,6 +173,11 @@ class ResponsesRequest(Shared):
     previous_response_id: Annotated[Any, lacking("answers are not kept; send the conversation as input")] = None
     conversation: Annotated[Any, lacking("conversations are not kept; send them as input")] = None
     prompt: Annotated[Any, lacking("prompts are not kept; send them as input")] = None
+
+    @property
+    def functions(self) -> list[FunctionTool]:
+        """The tools that the model may use."""
+        return [tool for tool in self.tools or () if isinstance(tool, FunctionTool)]
 
     @property
     def form(self) -> TextFormat | None:
@@ -176,8 +195,8 @@ class ResponsesRequest(Shared):
             logprobs=logprobs or None,
             top_logprobs=self.top_logprobs,
             response_format=_format(self.form),
-            tools=None if self.tools is None else [_tool(tool) for tool in self.tools],
-            tool_choice=_choice(self.tool_choice),
+            tools=None if self.tools is None else [_tool(tool) for tool in self.functions],
+            tool_choice=_choice(self.tool_choice) if self.functions or self.tool_choice != "auto" else None,
             parallel_tool_calls=self.parallel_tool_calls,
             reasoning_effort=None if self.reasoning is None else self.reasoning.effort,
         )

@@ -1,11 +1,12 @@
 """Conversations and tools in requests."""
 
+import json
 from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, BeforeValidator, Field, StrictBool, StrictInt
 from pydantic_core import PydanticCustomError
 
-from medusa.serve.api.body import Body
+from medusa.serve.api.body import Body, lacking
 
 TEXT_PARTS = ("text", "refusal", "input_text", "output_text")
 
@@ -90,10 +91,43 @@ class JsonSchema(Body):
 class ResponseFormat(Body):
     """The format of the answer."""
 
-    type: Literal["text", "json_object", "json_schema", "grammar"]
+    type: Literal["text", "json_object", "json_schema", "grammar", "regex"]
     json_schema: JsonSchema | None = None
     grammar: str | None = None
-    """A grammar in EBNF; our own extension."""
+    """A grammar in EBNF; our own extension, as the next one."""
+    pattern: str | None = None
+    """A regular expression for the whole answer."""
+
+
+class StructuredOutputs(Body):
+    """vLLM's way to ask for a format; one of these."""
+
+    json_: dict[str, Any] | str | None = Field(None, alias="json")
+    json_object: StrictBool | None = None
+    regex: str | None = None
+    choice: Annotated[list[str], Field(min_length=1)] | None = None
+    grammar: str | None = None
+    structural_tag: Annotated[Any, lacking("give response_format or tools")] = None
+
+    def form(self) -> ResponseFormat:
+        """The same as a ``response_format``.
+
+        Raises:
+            ValueError: Not just one of the ways is given, or a schema is no JSON.
+        """
+        ways = {"json": self.json_, "regex": self.regex, "choice": self.choice, "grammar": self.grammar}
+        given = [name for name, way in ways.items() if way is not None] + ["json_object"] * bool(self.json_object)
+        if len(given) != 1:
+            raise ValueError(f"structured_outputs ({', '.join(given) or 'empty'}) must have one of {', '.join(ways)}")
+        if self.json_ is not None:
+            schema = json.loads(self.json_) if isinstance(self.json_, str) else self.json_
+            return ResponseFormat(type="json_schema", json_schema=JsonSchema(schema=schema))
+        if self.choice is not None:
+            rule = " | ".join(json.dumps(text, ensure_ascii=False) for text in self.choice)
+            return ResponseFormat(type="grammar", grammar=f"root ::= {rule}")
+        if self.regex is not None:
+            return ResponseFormat(type="regex", pattern=self.regex)
+        return ResponseFormat(type="json_object" if self.json_object else "grammar", grammar=self.grammar)
 
 
 class Function(Body):

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, StrictBool, StrictFloat, StrictInt
 
 from medusa.serve.api.body import Body, StrictBody, lacking
-from medusa.serve.api.messages import AllowedChoice, Content, Message, ResponseFormat, Tool
+from medusa.serve.api.messages import AllowedChoice, Content, Message, ResponseFormat, StructuredOutputs, Tool
 
 Number = StrictInt | StrictFloat
 Stop = Annotated[str, Field(max_length=1024)]
@@ -95,6 +95,30 @@ class Sampling(Shared):
     max_tokens: StrictInt | None = None
     return_token_ids: StrictBool | None = None
     """Return the token ids of prompt and completions."""
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    """vLLM's way to ask for a format."""
+    min_tokens: Annotated[Any, lacking("set max_tokens and ignore_eos")] = None
+    stop_token_ids: Annotated[Any, lacking("give their texts as stop")] = None
+    truncate_prompt_tokens: Annotated[Any, lacking("send a shorter prompt")] = None
+    prompt_logprobs: Annotated[Any, lacking("give echo and logprobs of /v1/completions", lambda _: False)] = None
+    use_beam_search: Annotated[Any, lacking("leave it out")] = None
+    guided_json: Annotated[Any, lacking("give structured_outputs")] = None
+    guided_regex: Annotated[Any, lacking("give structured_outputs")] = None
+    guided_choice: Annotated[Any, lacking("give structured_outputs")] = None
+    guided_grammar: Annotated[Any, lacking("give structured_outputs")] = None
+
+    def form(self) -> ResponseFormat | None:
+        """The format of the answer; None = any text.
+
+        Raises:
+            ValueError: It is asked for in two ways, or ``structured_outputs`` cannot be read.
+        """
+        if self.structured_outputs is None:
+            return None if self.response_format is None or self.response_format.type == "text" else self.response_format
+        if self.response_format is not None:
+            raise ValueError("response_format and structured_outputs mean the same; give one of them")
+        return self.structured_outputs.form()
 
 
 class Rendering(Body):
@@ -124,7 +148,6 @@ class ChatRequest(Sampling, Rendering):
     max_completion_tokens: StrictInt | None = None
     logprobs: StrictBool | None = None
     top_logprobs: StrictInt | None = None
-    response_format: ResponseFormat | None = None
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | Tool | AllowedChoice | None = None
     parallel_tool_calls: StrictBool | None = None
@@ -144,7 +167,6 @@ class CompletionRequest(Sampling):
     prompt: str | list[str] | list[Token] | list[list[Token]]
     echo: StrictBool | None = None
     logprobs: StrictInt | None = None
-    response_format: ResponseFormat | None = None
     best_of: StrictInt | None = None
     """1, or equal to n."""
     suffix: Annotated[Any, lacking("text can only be continued")] = None

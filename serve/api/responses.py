@@ -158,7 +158,7 @@ def _echo(body: ResponsesRequest) -> dict[str, Any]:
     """The request's fields that the answer repeats."""
     choice, form = body.tool_choice or "auto", body.form
     tools = [
-        tool.model_dump(include={"type", "name", "description", "parameters", "strict"}) for tool in body.tools or ()
+        tool.model_dump(include={"type", "name", "description", "parameters", "strict"}) for tool in body.functions
     ]
     return {
         "model": body.model,

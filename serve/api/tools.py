@@ -78,7 +78,9 @@ def calls_of(body: ChatRequest) -> Calls:
         names = {tool.function.name for tool in choice.allowed_tools.tools}
         # The template describes these only: a model that answers freely cannot call what it does not know.
         tools, choice = [tool for tool in tools if tool.function.name in names], choice.allowed_tools.mode
-    formed = body.response_format is not None and body.response_format.type != "text"
+    formed = body.structured_outputs is not None or (
+        body.response_format is not None and body.response_format.type != "text"
+    )
     return Calls(tools, choice == "required", single=single, formed=formed)
 
 

@@ -1,5 +1,7 @@
 """Fields that clients send: what they mean, what is refused and how, what is left alone."""
 
+import re
+
 import httpx
 import pytest
 
@@ -64,6 +66,26 @@ def test_what_was_not_asked_for_fits_always(live):
         (CHAT, {"temperature": "1"}, "temperature", "should be a number"),
         (CHAT, {"temperature": 1e300}, "temperature", "must be between 0.0 and 4611686018427387904"),
         (CHAT, {"response_format": {"type": "grammar"}}, "response_format", "give its grammar"),
+        (CHAT, {"response_format": {"type": "regex"}}, "response_format", "give its pattern"),
+        (CHAT, {"structured_outputs": {}}, "structured_outputs", "must have one of json, regex, choice"),
+        (CHAT, {"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs", "(regex, choice) must"),
+        (CHAT, {"structured_outputs": {"json": "{"}}, "structured_outputs", "Expecting property name"),
+        (
+            CHAT,
+            {"structured_outputs": {"structural_tag": "{}"}},
+            "structured_outputs.structural_tag",
+            "response_format",
+        ),
+        (
+            CHAT,
+            {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
+            "structured_outputs",
+            "give one of them",
+        ),
+        (CHAT, {"guided_choice": ["a"]}, "guided_choice", "give structured_outputs"),
+        (CHAT, {"min_tokens": 5}, "min_tokens", "set max_tokens and ignore_eos"),
+        (CHAT, {"max_tokens": 5, "max_completion_tokens": 6}, "max_tokens", "mean the same"),
+        (COMPLETIONS, {"prompt": "a", "stop_token_ids": [5]}, "stop_token_ids", "give their texts as stop"),
         (CHAT, {"tool_choice": "auto"}, "tool_choice", "needs tools"),
         (
             CHAT,
@@ -91,6 +113,33 @@ def test_what_is_known_and_cannot_be_had_is_refused(live, path, fields, param, m
     answer = post(live, path, **fields)
     error = answer.json()["error"]
     assert answer.status_code == 400 and message in error["message"] and error["param"] == param, error
+
+
+@pytest.mark.parametrize(
+    ("asked", "pattern"),
+    [
+        ({"choice": ["yes", 'no "x"']}, 'yes|no "x"'),
+        ({"regex": "[ab]{3}c"}, "[ab]{3}c"),
+        ({"grammar": 'root ::= "a" | "b"'}, "a|b"),
+        ({"json": {"const": 7}}, "7"),
+        ({"json": '{"enum": [1, 2]}'}, "[12]"),
+        ({"json_object": True}, r"\{.*"),
+    ],
+)
+def test_formats_may_be_asked_for_as_of_vllm(live, asked, pattern):
+    for path in (CHAT, COMPLETIONS):
+        more = {"prompt": "a"} if path == COMPLETIONS else {"max_tokens": 40, "max_completion_tokens": 40}
+        answer = post(live, path, structured_outputs=asked, **more).json()["choices"][0]
+        assert re.fullmatch(pattern, answer.get("text") or answer["message"]["content"], re.DOTALL)
+
+
+def test_special_tokens_may_be_part_of_the_text(live, base):
+    end = base.tokenizer.decode([0])
+    bias = {"logit_bias": {"0": 100}, "max_tokens": 4}
+    for skip, text_of_it in ((True, ""), (False, end * 4)):
+        asked = {"prompt": "a", "ignore_eos": True, "skip_special_tokens": skip, **bias}
+        assert post(live, COMPLETIONS, **asked).json()["choices"][0]["text"] == text_of_it
+        assert post(live, COMPLETIONS, **asked | {"ignore_eos": False}).json()["choices"][0]["text"] == ""
 
 
 def test_what_clients_send_back_and_along_is_taken(live):

@@ -165,7 +165,9 @@ def test_a_stream_of_a_chat_tells_when_arguments_are_done(client):
         ({"background": True}, "background", "wait for the answer"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input", "of no supported type"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input", "reads text only"),
-        ({"tools": [{"type": "web_search"}]}, "tools", "function"),
+        ({"tools": [{"name": "f"}]}, "tools", "type: is missing"),
+        ({"tools": [{"type": "function"}]}, "tools.0.name", "is missing"),
+        ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice", "needs tools"),
         ({"input": "x" * 300}, "input", "maximum context length"),
         ({"max_output_tokens": 0}, "max_output_tokens", "must be at least 1"),
         ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text", "incomplete"),
@@ -175,6 +177,16 @@ def test_what_cannot_be_had_is_refused(client, wrong, param, message):
     with pytest.raises(openai.BadRequestError, match=message) as refused:
         respond(client, **wrong)
     assert refused.value.param.startswith(param)
+
+
+def test_tools_that_the_server_does_not_have_are_left_out_and_named(client):
+    function = {"type": "function", "name": "weather", "parameters": WEATHER["function"]["parameters"]}
+    others = [{"type": "web_search"}, {"type": "namespace", "tools": []}]
+    for tools in (others, [function, *others]):
+        answer = client.responses.with_raw_response.create(model="small", input="a", tools=tools, tool_choice="auto")
+        named = ", ".join(f"tools.{len(tools) - 2 + place}" for place in (0, 1))
+        assert answer.headers["x-ignored-fields"] == named
+        assert [tool.type for tool in answer.parse().tools] == ["function"] * (len(tools) - 2)
 
 
 def test_a_response_that_is_late_says_so_in_its_stream(client):
