@@ -4,9 +4,9 @@ import json
 import re
 from collections.abc import Iterator
 
-from medusa.serve.api.reading import Argued, Event, Reader, Said, held
 from medusa.serve.api.tools import BEGIN, END, Calls
 from medusa.serve.api.xml_calls import read_call
+from medusa.serve.reading.events import Argued, Event, Reader, Said, held
 
 HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*"([\w.-]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
 """The usual beginning of a call up to its arguments; other calls are read when they are complete."""

@@ -11,11 +11,11 @@ from medusa.serve.api.errors import refused
 from medusa.serve.api.logprobs import Logprobs
 from medusa.serve.api.messages import text_of
 from medusa.serve.api.protocol import ChatRequest
-from medusa.serve.api.reading import Argued, Called, Event, Reader, Reasoned, Said, joined
 from medusa.serve.api.reply import REASONS, Kind, Reply
 from medusa.serve.api.service import Service
 from medusa.serve.api.texts import described
 from medusa.serve.api.tools import Calls, calls_of
+from medusa.serve.reading.events import Argued, Called, Event, Reader, Reasoned, Said, joined
 from medusa.serve.request import Asked, Delta
 
 KIND = Kind("chatcmpl", "chat.completion", "chat.completion.chunk")

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 from uuid import uuid4
 
-from medusa.serve.api.reading import Argued, Called, Event, Reasoned, Said
+from medusa.serve.reading.events import Argued, Called, Event, Reasoned, Said
 
 Told = dict[str, Any]
 """An event of a stream, without its number."""

@@ -1,14 +1,14 @@
 """How a model writes reasoning and calls, which its chat template shows, and how such answers are read and enforced."""
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from medusa.serve.api.calls import CallReader
-from medusa.serve.api.harmony import CALLS, CHANNEL, ENDS, FINAL, MESSAGE, REASONING, HarmonyReader
-from medusa.serve.api.reading import Event, Reader, Reasoned, held
 from medusa.serve.api.tools import Calls, json_form, parameters
+from medusa.serve.reading import is_harmony, may_think
+from medusa.serve.reading.events import Reader
+from medusa.serve.reading.harmony import CALLS, CHANNEL, ENDS, FINAL, MESSAGE, REASONING, HarmonyReader
+from medusa.serve.reading.thoughts import THINK, THOUGHT, ThoughtReader, begins_reasoning
 
-THINK, THOUGHT = "<think>", "</think>"
 ANY, SPACES = {"type": "any_text"}, {"type": "regex", "pattern": r"\n{0,2}"}
 
 
@@ -28,14 +28,13 @@ class Writing(NamedTuple):
     @classmethod
     def of(cls, template: str) -> "Writing":
         """The way that a chat template shows."""
-        harmony = CHANNEL in template and MESSAGE in template
-        return cls(THOUGHT in template and not harmony, harmony, "<function=" in template)
+        return cls(may_think(template), is_harmony(template), "<function=" in template)
 
     def reader(self, calls: Calls, prompt: str) -> Reader:
         """The reader of an answer to a prompt, which ends as this text does."""
         if self.harmony:
-            return HarmonyReader(calls)
-        return ThoughtReader(CallReader(calls), _thinks(prompt)) if self.thinks else CallReader(calls)
+            return HarmonyReader(bool(calls.tools), calls.single)
+        return ThoughtReader(CallReader(calls), begins_reasoning(prompt)) if self.thinks else CallReader(calls)
 
     def calls(self, calls: Calls, free: bool) -> dict[str, Any]:
         """Calls in XGrammar's language of structural tags.
@@ -71,57 +70,7 @@ class Writing(NamedTuple):
             return {"type": "sequence", "elements": [{"type": "optional", "content": thoughts}, *named, form]}
         if not self.thinks or prompt.rstrip().endswith(THOUGHT):
             return form
-        begun = _thinks(prompt)
+        begun = begins_reasoning(prompt)
         thoughts = {"type": "tag", "begin": "" if begun else THINK, "content": ANY, "end": THOUGHT}
         before = {"type": "sequence", "elements": [thoughts, SPACES]}
         return {"type": "sequence", "elements": [before if begun else {"type": "optional", "content": before}, form]}
-
-
-class ThoughtReader(Reader):
-    """Reads reasoning, and gives the rest to another reader.
-
-    Args:
-        answer: Reads what follows the reasoning.
-        thinking: Whether the prompt has begun the reasoning.
-    """
-
-    def __init__(self, answer: CallReader, thinking: bool) -> None:
-        super().__init__()
-        self._answer = answer
-        if thinking:
-            self._state, self._then = self._spaces, self._reasoning
-
-    def _begin(self, last: bool) -> Iterator[Event]:
-        """The first tag, or no reasoning."""
-        begun = self._rest.lstrip()
-        if begun.startswith(THINK):
-            self._rest, self._state, self._then = begun.removeprefix(THINK), self._spaces, self._reasoning
-        elif last or not THINK.startswith(begun):
-            self._state = self._after
-        yield from ()
-
-    def _reasoning(self, last: bool) -> Iterator[Event]:
-        """Reasoning up to the last tag; white space around it is left out."""
-        said, tag, rest = self._rest.partition(THOUGHT)
-        if tag:
-            yield Reasoned(said.rstrip())
-            self._rest, self._state, self._then = rest, self._spaces, self._after
-            return
-        said = said if last else said[: len(said) - held(said, THOUGHT)]
-        yield Reasoned(self._take(len(said.rstrip())))
-
-    def _spaces(self, last: bool) -> Iterator[Event]:
-        """White space is left out, and the next state begins behind it."""
-        self._rest = self._rest.lstrip()
-        self._state = self._then if self._rest or last else self._state
-        yield from ()
-
-    def _after(self, last: bool) -> Iterator[Event]:
-        text = self._take(len(self._rest))
-        yield from self._answer.read(text, last)
-        self.called = self._answer.called
-
-
-def _thinks(prompt: str) -> bool:
-    """Whether a prompt begins the reasoning of the answer."""
-    return prompt.rstrip().endswith(THINK)

@@ -16,10 +16,10 @@ from medusa.serve.api.errors import ApiError, as_api_error
 from medusa.serve.api.items import ResponsesRequest
 from medusa.serve.api.logprobs import Logprobs
 from medusa.serve.api.output_items import OutputItems, Told
-from medusa.serve.api.reading import Reader
 from medusa.serve.api.reply import event_stream, spec_metrics, wants_metrics
 from medusa.serve.api.service import Service
 from medusa.serve.api.tools import calls_of
+from medusa.serve.reading.events import Reader
 from medusa.serve.request import Delta, Ticket
 
 logger = logging.getLogger(__name__)

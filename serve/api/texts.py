@@ -15,9 +15,8 @@ from medusa.serve.api.messages import Function, Message, Tool, text_of
 from medusa.serve.api.protocol import Rendering, TokenizeRequest
 from medusa.serve.api.reasoning import Writing
 from medusa.serve.grammar import Grammars
+from medusa.serve.reading import ENDING, template_of
 
-ENDING = 16
-"""Tokens of a prompt that show whether it begins the reasoning of an answer."""
 LONGEST_TOKEN = 64
 """Most characters per token of the context; longer texts are refused without encoding."""
 
@@ -36,7 +35,7 @@ class Texts:
         self._name, self._context, self._grammars = name, base.context_length, grammars
         self.token = lru_cache(maxsize=1 << 16)(self._token)
         self.special = base.special_ids
-        self.writing = Writing.of(_template(self.tokenizer))
+        self.writing = Writing.of(template_of(self.tokenizer))
 
     def encode(self, text: str, special: bool = True) -> list[int]:
         """Token ids of a text."""
@@ -114,12 +113,6 @@ class Texts:
         """Refuse text that is too long, before it is encoded."""
         if characters > LONGEST_TOKEN * self._context:
             raise too_long(self._context, f"the text has {characters} characters", where)
-
-
-def _template(tokenizer: Any) -> str:
-    with suppress(ValueError):  # it has none, or several of which none is the usual one
-        return str(tokenizer.get_chat_template())
-    return ""
 
 
 def described(tools: Sequence[Tool]) -> list[dict[str, Any]]:

@@ -1,12 +1,14 @@
 """The chat loop: reads a message, streams the answer, and stores the conversation."""
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from medusa.serve.chat.conversation import Conversation, GenerationOptions, Message, Turn
 from medusa.serve.chat.terminal import Terminal, count
+from medusa.serve.reading import ENDING, is_harmony, reader_of, template_of
+from medusa.serve.reading.events import Event, Reader, Reasoned, Said
 
 if TYPE_CHECKING:
     from medusa import MedusaModel, Output, Prefix, Tree
@@ -46,6 +48,7 @@ class Repl:
     outputs: "list[Output]" = field(default_factory=list)
     """The answers of this session."""
     _attempt: int = 0
+    _reasoned: bool = False
     _forgotten: int = 0
 
     def run(self) -> None:
@@ -142,13 +145,14 @@ class Repl:
         """Stream an answer; None if it was stopped before its first piece."""
         prompt = self._prompt(message)
         settings = replace(self.settings, seed=self._seed())
-        stream = self.model.stream(prompt, prefix=self.prefix, tree=self.tree, **asdict(settings))
+        reader, tagged = self._reader(prompt)
+        stream = self.model.stream(prompt, prefix=self.prefix, tree=self.tree, **asdict(settings), **tagged)
         text, interrupted = "", False
         try:
             with self.terminal.unechoed():
                 for piece in stream:
-                    text += piece
-                    self.terminal.answer(piece, drafted=piece.drafted)
+                    text += self._tell(reader.read(piece), piece.drafted, text)
+                text += self._tell(reader.read("", last=True), False, text)
         except KeyboardInterrupt:
             if not self.terminal.interactive:
                 raise
@@ -159,6 +163,30 @@ class Repl:
         self.outputs.append(stream.output)
         self._status(stream.output, interrupted, settings.seed)
         return None if interrupted and not text else Turn(message, text)
+
+    def _tell(self, events: Sequence[Event], drafted: bool, before: str) -> str:
+        """Show what a piece of the answer says after what was ``before``, and return the part that is no reasoning."""
+        said = ""
+        for event in events:
+            match event:
+                case Reasoned(text):
+                    self._reasoned = True
+                    self.terminal.thought(text)
+                case Said(text):
+                    if self._reasoned and not before + said:
+                        self.terminal.thought("\n\n")
+                    said += text
+                    self.terminal.answer(text, drafted=drafted)
+        return said
+
+    def _reader(self, prompt: Sequence[int]) -> tuple[Reader, dict[str, Any]]:
+        """Reads the answer to a prompt, and options of the stream that it needs."""
+        self._reasoned = False
+        tokenizer: Any = getattr(self.model.base, "tokenizer", None)
+        if tokenizer is None:  # it is the server's
+            return reader_of("", ""), {}
+        template, ending = template_of(tokenizer), tokenizer.decode(prompt[-ENDING:])
+        return reader_of(template, ending), {"skip_special_tokens": False} if is_harmony(template) else {}
 
     def _seed(self) -> int | None:
         """The seed of the next answer; drawn here, so that it can be shown for servers too."""

@@ -138,6 +138,10 @@ class Terminal:
             text = text.translate(_UNSAFE)
         self._write(self._answers, text, _GREEN if drafted and self.colour else "")
 
+    def thought(self, text: str) -> None:
+        """Write a piece of the model's reasoning, which is not part of the answer."""
+        self._write(self._notes, text.translate(_UNSAFE), _DIM)
+
     def note(self, text: str) -> None:
         """Write a note, a line that is not part of an answer."""
         self._write(self._notes, text, _DIM, end="\n")

@@ -46,8 +46,8 @@ class FakeStream:
 class FakeModel:
     """Answers "re: MESSAGE", or what ``answers`` holds; one token per character of the prompt."""
 
-    def __init__(self, context=1000, answers=None, delay=0.0):
-        self.base = SimpleNamespace(context_length=context)
+    def __init__(self, context=1000, answers=None, delay=0.0, tokenizer=None):
+        self.base = SimpleNamespace(context_length=context, tokenizer=tokenizer)
         self.answers, self.delay = answers or [], delay
         self.prompts, self.options, self._rendered = [], [], {}
 

@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import fields
+from types import SimpleNamespace
 
 import pytest
 
@@ -26,6 +27,26 @@ def test_pipes_carry_no_codes_and_status_goes_to_stderr():
     chat = Chat("hello")
     assert "\x1b" not in chat.out + chat.err
     assert "[3 tokens, 10.0 tokens/s, 2.00 tokens/step, eos]" in chat.err
+
+
+@pytest.mark.parametrize(
+    ("template", "words", "options"),
+    [
+        ("</think>", ["<th", "ink>\nHm", ".\n</think>\n\n", "Yes."], {}),
+        (
+            "<|channel|><|message|>",
+            ["<|channel|>analysis<|message|>Hm.", "<|end|><|start|>assistant", "<|channel|>final<|message|>Yes."],
+            {"skip_special_tokens": False},
+        ),
+    ],
+)
+def test_reasoning_is_no_part_of_the_answer(template, words, options):
+    tokenizer = SimpleNamespace(get_chat_template=lambda: template, decode=lambda tokens: "")
+    chat = Chat("hello\nagain", model=FakeModel(answers=[words, ["No."]], tokenizer=tokenizer))
+    assert chat.out == "Yes.\nNo.\n"
+    assert "\nHm.\n\n[" in chat.err
+    assert chat.turns == [Turn("hello", "Yes."), Turn("again", "No.")]
+    assert chat.model.options[0].items() >= options.items()
 
 
 def test_block_is_one_message_and_no_command():

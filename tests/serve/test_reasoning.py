@@ -8,10 +8,10 @@ import pytest
 from medusa import BaseModel, MedusaModel
 from medusa.serve.api import reasoning
 from medusa.serve.api.messages import Message, Tool
-from medusa.serve.api.reading import Argued, Called, Reasoned, Said
 from medusa.serve.api.reasoning import Writing
 from medusa.serve.api.texts import _plain
 from medusa.serve.api.tools import Calls
+from medusa.serve.reading.events import Argued, Called, Reasoned, Said
 from tests.serve.live import serving
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "string"}, "c": {"type": "array"}}}

@@ -6,8 +6,8 @@ import pytest
 
 from medusa.serve.api.calls import CallReader
 from medusa.serve.api.messages import Tool
-from medusa.serve.api.reading import Argued, Called, Said
 from medusa.serve.api.tools import Calls
+from medusa.serve.reading.events import Argued, Called, Said
 
 TOOLS = [Tool(type="function", function={"name": "f"})]
 TALKING = Calls(TOOLS)

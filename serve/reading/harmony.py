@@ -7,8 +7,7 @@
 import re
 from collections.abc import Callable, Iterator
 
-from medusa.serve.api.reading import Argued, Event, Reader, Reasoned, Said, held
-from medusa.serve.api.tools import Calls
+from medusa.serve.reading.events import Argued, Event, Reader, Reasoned, Said, held
 
 CHANNEL, MESSAGE, ENDS = "<|channel|>", "<|message|>", ("<|end|>", "<|start|>", "<|return|>", "<|call|>")
 REASONING, FINAL, CALLS = "analysis", "final", "commentary"
@@ -21,12 +20,13 @@ class HarmonyReader(Reader):
     """Reads one answer.
 
     Args:
-        calls: The rules for tool calls of the request.
+        tools: Whether messages to functions are calls.
+        single: Whether the first call ends the answer.
     """
 
-    def __init__(self, calls: Calls) -> None:
+    def __init__(self, tools: bool, single: bool) -> None:
         super().__init__()
-        self._calls = calls
+        self._tools, self._single = tools, single
         self._kind: Callable[[str], Event] = Said
 
     def _begin(self, last: bool) -> Iterator[Event]:
@@ -44,8 +44,8 @@ class HarmonyReader(Reader):
             return
         self._rest, self._state = rest, self._body
         channel, recipient = NAME.search(header), RECIPIENT.search(header)
-        if recipient and self._calls.tools:
-            if self.called and self._calls.single:
+        if recipient and self._tools:
+            if self.called and self._single:
                 self._state = self._nothing
                 return
             yield self._call(recipient[1])
