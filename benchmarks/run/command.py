@@ -1,6 +1,7 @@
 """``medusa bench run`` and ``tune``: from flags to the report."""
 
 import argparse
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
