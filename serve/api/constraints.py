@@ -78,7 +78,7 @@ def _compiled(grammars: Grammars, wanted: ResponseFormat | None, calls: Calls, w
     if len(forms) == 1 and forms[0]["type"] == "grammar":
         return grammars.grammar(forms[0]["grammar"])
     whole = forms[0] if len(forms) == 1 else {"type": "or", "elements": forms}
-    free = writing.thinks or writing.harmony or (wanted is not None and wanted.type in ("grammar", "regex"))
+    free = writing.tags is not None or writing.harmony or (wanted is not None and wanted.type in ("grammar", "regex"))
     return grammars.structure(whole, schemas, free=free)
 
 

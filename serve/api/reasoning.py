@@ -4,10 +4,10 @@ from typing import Any, NamedTuple
 
 from medusa.serve.api.calls import CallReader
 from medusa.serve.api.tools import Calls, json_form, parameters
-from medusa.serve.reading import is_harmony, may_think
+from medusa.serve.reading import is_harmony, needs_special_tokens, tags_of
 from medusa.serve.reading.events import Reader
 from medusa.serve.reading.harmony import CALLS, CHANNEL, ENDS, FINAL, MESSAGE, REASONING, HarmonyReader
-from medusa.serve.reading.thoughts import THINK, THOUGHT, ThoughtReader, begins_reasoning
+from medusa.serve.reading.thoughts import Tags, ThoughtReader
 
 ANY, SPACES = {"type": "any_text"}, {"type": "regex", "pattern": r"\n{0,2}"}
 
@@ -16,25 +16,29 @@ class Writing(NamedTuple):
     """How a model writes its answers.
 
     Attributes:
-        thinks: It may reason between ``<think>`` tags before it answers (Qwen 3, DeepSeek-R1, SmolLM3 and others).
+        tags: Those around the reasoning that it may write before it answers; None = it writes none.
         harmony: It writes messages on channels (GPT-OSS).
         xml: Calls have a tag for each argument (Qwen 3.5 and Qwen's coders).
+        tagged: Answers are read by special tokens, which the text has to contain.
     """
 
-    thinks: bool = False
+    tags: Tags | None = None
     harmony: bool = False
     xml: bool = False
+    tagged: bool = False
 
     @classmethod
     def of(cls, template: str) -> "Writing":
         """The way that a chat template shows."""
-        return cls(may_think(template), is_harmony(template), "<function=" in template)
+        xml = "<function=" in template
+        return cls(tags_of(template), is_harmony(template), xml, needs_special_tokens(template))
 
     def reader(self, calls: Calls, prompt: str) -> Reader:
         """The reader of an answer to a prompt, which ends as this text does."""
         if self.harmony:
             return HarmonyReader(bool(calls.tools), calls.single)
-        return ThoughtReader(CallReader(calls), begins_reasoning(prompt)) if self.thinks else CallReader(calls)
+        answer = CallReader(calls)
+        return answer if self.tags is None else ThoughtReader(answer, self.tags, self.tags.begun(prompt))
 
     def calls(self, calls: Calls, free: bool) -> dict[str, Any]:
         """Calls in XGrammar's language of structural tags.
@@ -64,13 +68,22 @@ class Writing(NamedTuple):
             calls: Whether the format is that of calls.
         """
         if self.harmony:
-            start, final = f"{CHANNEL}{REASONING}{MESSAGE}", "" if calls else f"{CHANNEL}{FINAL}{MESSAGE}"
-            thoughts = {"type": "tag", "begin": start, "content": ANY, "end": f"{ENDS[0]}{ENDS[1]}assistant"}
-            named = [{"type": "const_string", "value": final}] if final else []
-            return {"type": "sequence", "elements": [{"type": "optional", "content": thoughts}, *named, form]}
-        if not self.thinks or prompt.rstrip().endswith(THOUGHT):
+            end, start = ENDS[:2]
+            thoughts = {"type": "tag", "begin": f"{CHANNEL}{REASONING}{MESSAGE}", "content": ANY, "end": end}
+            before = _sequence(thoughts, _text(f"{start}assistant"))
+            final = () if calls else (_text(f"{CHANNEL}{FINAL}{MESSAGE}"),)
+            return _sequence({"type": "optional", "content": before}, *final, form)
+        if self.tags is None or prompt.rstrip().endswith(self.tags.end):
             return form
-        begun = begins_reasoning(prompt)
-        thoughts = {"type": "tag", "begin": "" if begun else THINK, "content": ANY, "end": THOUGHT}
-        before = {"type": "sequence", "elements": [thoughts, SPACES]}
-        return {"type": "sequence", "elements": [before if begun else {"type": "optional", "content": before}, form]}
+        begun = self.tags.begun(prompt)
+        thoughts = {"type": "tag", "begin": "" if begun else self.tags.begin, "content": ANY, "end": self.tags.end}
+        before = _sequence(thoughts, SPACES)
+        return _sequence(before if begun else {"type": "optional", "content": before}, form)
+
+
+def _sequence(*elements: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "sequence", "elements": list(elements)}
+
+
+def _text(text: str) -> dict[str, Any]:
+    return {"type": "const_string", "value": text}

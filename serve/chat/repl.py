@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from medusa.serve.chat.conversation import Conversation, GenerationOptions, Message, Turn
 from medusa.serve.chat.terminal import Terminal, count
-from medusa.serve.reading import ENDING, is_harmony, reader_of, template_of
+from medusa.serve.reading import ENDING, needs_special_tokens, reader_of, template_of
 from medusa.serve.reading.events import Event, Reader, Reasoned, Said
 
 if TYPE_CHECKING:
@@ -186,7 +186,8 @@ class Repl:
         if tokenizer is None:  # it is the server's
             return reader_of("", ""), {}
         template, ending = template_of(tokenizer), tokenizer.decode(prompt[-ENDING:])
-        return reader_of(template, ending), {"skip_special_tokens": False} if is_harmony(template) else {}
+        options = {"skip_special_tokens": False} if needs_special_tokens(template) else {}
+        return reader_of(template, ending), options
 
     def _seed(self) -> int | None:
         """The seed of the next answer; drawn here, so that it can be shown for servers too."""

@@ -5,7 +5,7 @@ from typing import Any
 
 from medusa.serve.reading.events import Event, Reader, Said
 from medusa.serve.reading.harmony import CHANNEL, MESSAGE, HarmonyReader
-from medusa.serve.reading.thoughts import THOUGHT, ThoughtReader, begins_reasoning
+from medusa.serve.reading.thoughts import KNOWN, Tags, ThoughtReader
 
 ENDING = 16
 """Tokens of a prompt that show whether it begins the reasoning of an answer."""
@@ -24,9 +24,15 @@ def is_harmony(template: str) -> bool:
     return CHANNEL in template and MESSAGE in template
 
 
-def may_think(template: str) -> bool:
-    """Whether a model with this chat template may reason between ``<think>`` tags."""
-    return THOUGHT in template and not is_harmony(template)
+def tags_of(template: str) -> Tags | None:
+    """The tags around the reasoning of a model with this chat template; None = it has none."""
+    return None if is_harmony(template) else next((tags for tags in KNOWN if tags.end in template), None)
+
+
+def needs_special_tokens(template: str) -> bool:
+    """Whether answers of a model with this chat template are read by special tokens, which the text has to contain."""
+    tags = tags_of(template)
+    return is_harmony(template) or (tags is not None and tags.special)
 
 
 def reader_of(template: str, prompt: str) -> Reader:
@@ -38,7 +44,8 @@ def reader_of(template: str, prompt: str) -> Reader:
     """
     if is_harmony(template):
         return HarmonyReader(tools=False, single=False)
-    return ThoughtReader(TextReader(), begins_reasoning(prompt)) if may_think(template) else TextReader()
+    tags = tags_of(template)
+    return TextReader() if tags is None else ThoughtReader(TextReader(), tags, tags.begun(prompt))
 
 
 class TextReader(Reader):

@@ -26,6 +26,7 @@ from medusa.serve.api import reasoning
 from medusa.serve.api.app import PAGE, create_app
 from medusa.serve.api.reasoning import Writing
 from medusa.serve.grammar import Grammars
+from medusa.serve.reading import KNOWN
 from medusa.serve.settings import ApiSettings
 from tests.serve.live import serving
 
@@ -444,7 +445,7 @@ def test_reasoning_is_shown_apart_and_closed_when_the_answer_begins(opened, base
     tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}<think>\n{# </think> #}"
     with serving(MedusaModel(BaseModel(base.model, tokenizer, base.name))) as live:
         form = {"type": "grammar", "grammar": 'root ::= "Seven."'}
-        whole = Writing(thinks=True).whole(form, "<think>\n")
+        whole = Writing(KNOWN[0]).whole(form, "<think>\n")
         constraint = Grammars(base).structure(whole, [], free=True)
         submit = live.engine.submit
         live.engine.submit = lambda request: submit(replace(request, constraint=constraint))

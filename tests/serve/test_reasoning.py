@@ -11,12 +11,13 @@ from medusa.serve.api.messages import Message, Tool
 from medusa.serve.api.reasoning import Writing
 from medusa.serve.api.texts import _plain
 from medusa.serve.api.tools import Calls
+from medusa.serve.reading import KNOWN
 from medusa.serve.reading.events import Argued, Called, Reasoned, Said
 from tests.serve.live import serving
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "string"}, "c": {"type": "array"}}}
 TOOLS = [Tool(type="function", function={"name": "f", "parameters": SCHEMA})]
-THINKS, HARMONY = Writing(thinks=True), Writing(harmony=True)
+THINKS, HARMONY = Writing(KNOWN[0]), Writing(harmony=True, tagged=True)
 TO_F = "<|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>"
 MESSAGES = "<|channel|>analysis<|message|>Hm<|end|><|start|>assistant<|channel|>commentary<|message|>I look.<|end|>"
 SAY = "{% if tools %}T{% endif %}{% for message in messages %}{{ message.content }}{% endfor %}"
@@ -60,6 +61,14 @@ def read(writing, text, prompt="", calls=None, size=None):
 )
 def test_reasoning_stands_between_tags(prompt, text, thoughts, said, called, size):
     assert read(THINKS, text, prompt, size=size) == (thoughts, said, called)
+
+
+@pytest.mark.parametrize("size", [None, 1, 4])
+def test_other_models_have_other_tags(size):
+    for tags in KNOWN:
+        writing = Writing(tags)
+        assert read(writing, f"{tags.begin}\nHm\n{tags.end}Yes", size=size) == ("Hm", "Yes", [])
+        assert read(writing, f"Hm{tags.end}Yes", f"x{tags.begin}\n", size=size) == ("Hm", "Yes", [])
 
 
 @pytest.mark.parametrize("size", [None, 1, 5])
@@ -126,6 +135,8 @@ def test_templates_show_how_a_model_writes():
     assert Writing.of("{% if x %}<think>\n\n</think>{% endif %}") == THINKS
     assert Writing.of("<|start|>assistant<|channel|>final<|message|>") == HARMONY
     assert Writing.of("<tool_call>\n<function=x>") == Writing(xml=True)
+    assert [Writing.of(tags.end).tags for tags in KNOWN] == list(KNOWN)
+    assert [Writing.of(tags.end).tagged for tags in KNOWN] == [False, True, True]
 
 
 def test_reasoning_of_earlier_answers_reaches_the_template():
