@@ -55,7 +55,7 @@ async def asked(service: Service, body: ChatRequest, calls: Calls, client: str) 
     if body.prediction is not None:
         predicted = await service.aside(texts.encode, text_of(body.prediction.content), False)
     longest = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    tagged = texts.writing.tagged
+    tagged = texts.writing.needs_special_tokens(calls)
     wanted = Wanted([prompt], longest, top_of(body), tagged=tagged, constraint=constraint, predicted=predicted)
     return ask(service, body, wanted, client)
 

@@ -2,6 +2,7 @@
 
 from typing import Any, NamedTuple
 
+from medusa.serve.api.call_forms import BlockReader, CallForm, form_of
 from medusa.serve.api.calls import CallReader
 from medusa.serve.api.tools import Calls, json_form, parameters
 from medusa.serve.reading import is_harmony, needs_special_tokens, tags_of
@@ -20,24 +21,32 @@ class Writing(NamedTuple):
         harmony: It writes messages on channels (GPT-OSS).
         xml: Calls have a tag for each argument (Qwen 3.5 and Qwen's coders).
         tagged: Answers are read by special tokens, which the text has to contain.
+        form: The form of calls if it is another one than those between ``<tool_call>`` tags.
     """
 
     tags: Tags | None = None
     harmony: bool = False
     xml: bool = False
     tagged: bool = False
+    form: CallForm | None = None
 
     @classmethod
     def of(cls, template: str) -> "Writing":
         """The way that a chat template shows."""
         xml = "<function=" in template
-        return cls(tags_of(template), is_harmony(template), xml, needs_special_tokens(template))
+        form = None if is_harmony(template) else form_of(template)
+        return cls(tags_of(template), is_harmony(template), xml, needs_special_tokens(template), form)
+
+    def needs_special_tokens(self, calls: Calls) -> bool:
+        """Whether the text of an answer has to contain special tokens."""
+        return self.tagged or (bool(calls.tools) and self.form is not None and self.form.special)
 
     def reader(self, calls: Calls, prompt: str) -> Reader:
         """The reader of an answer to a prompt, which ends as this text does."""
         if self.harmony:
             return HarmonyReader(bool(calls.tools), calls.single)
-        answer = CallReader(calls)
+        enforced = calls.required or calls.formed or self.form is None or not calls.tools
+        answer = CallReader(calls) if enforced or self.form is None else BlockReader(calls, self.form)
         return answer if self.tags is None else ThoughtReader(answer, self.tags, self.tags.begun(prompt))
 
     def calls(self, calls: Calls, free: bool) -> dict[str, Any]:

@@ -129,8 +129,8 @@ def _plain(message: Message) -> dict[str, Any]:
     for name in ("name", "tool_call_id", "reasoning_content"):
         if value := getattr(message, name):
             said[name] = value
-    if message.reasoning_content and not said["content"]:
-        said["thinking"] = message.reasoning_content  # GPT-OSS's template has this name, and not beside a content
+    if message.reasoning_content and not (message.tool_calls and said["content"]):
+        said["thinking"] = message.reasoning_content  # GPT-OSS's template has this name, and not beside both of these
     if message.tool_calls:
         said["tool_calls"] = [
             {"id": call.id, "type": call.type, "function": {"name": call.function.name, "arguments": arguments}}

@@ -1,4 +1,4 @@
-"""Tool calls as Qwen 3.5 and Qwen's coders write them: a tag for the function, and one for each argument."""
+"""Tool calls with a tag for each argument, as Qwen 3.5, Qwen's coders and GLM 4.5 write them."""
 
 import json
 import re
@@ -7,6 +7,8 @@ from typing import Any
 
 from medusa.serve.api.messages import Tool
 
+PAIRS = re.compile(r"\s*([\w.-]+)\s*((?:<arg_key>.*?</arg_key>\s*<arg_value>.*?</arg_value>\s*)*)", re.DOTALL)
+PAIR = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
 FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*?)(?:</function>\s*)?", re.DOTALL)
 ARGUMENT = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
 OTHERS = {"anyOf", "oneOf", "allOf", "enum", "const", "$ref"}
@@ -15,13 +17,15 @@ OTHERS = {"anyOf", "oneOf", "allOf", "enum", "const", "$ref"}
 
 def read_call(text: str, tools: Sequence[Tool]) -> tuple[str, str] | None:
     """Name and JSON arguments of a whole call, without the tags around it; None = it is no such call."""
-    found = FUNCTION.fullmatch(text)
-    if found is None:
-        return None
-    name = found[1].strip()
     schemas = {tool.function.name: tool.function.parameters or {} for tool in tools}
+    found, each = FUNCTION.fullmatch(text), ARGUMENT
+    if found is None:
+        found, each = PAIRS.fullmatch(text), PAIR
+        if found is None or found[1] not in schemas:
+            return None
+    name = found[1].strip()
     types = schemas.get(name, {}).get("properties", {})
-    arguments = {key: _typed(value, types.get(key, {})) for key, value in ARGUMENT.findall(found[2])}
+    arguments = {key: _typed(value, types.get(key, {})) for key, value in each.findall(found[2])}
     return name, json.dumps(arguments, ensure_ascii=False)
 
 

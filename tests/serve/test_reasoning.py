@@ -107,6 +107,9 @@ def test_one_call_of_harmony_counts_where_several_are_not_wanted():
     assert read(HARMONY, call, calls=Calls()) == ('{"a": 1}', "", []), "without tools it is no call"
 
 
+CB = {"b": "2", "c": []}
+
+
 @pytest.mark.parametrize("size", [None, 1, 5])
 @pytest.mark.parametrize(
     ("text", "arguments"),
@@ -122,6 +125,11 @@ def test_one_call_of_harmony_counts_where_several_are_not_wanted():
         ),
         ("<function=f>\n<parameter=b>\ntwo\nlines\n</parameter>\n</function>\n", {"b": "two\nlines"}),
         ("<function=f>\n</function>", {}),
+        (
+            "f\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n<arg_key>b</arg_key>\n<arg_value>2</arg_value>",
+            {"a": 1, "b": "2"},
+        ),
+        ("f", {}),
     ],
 )
 def test_calls_may_have_a_tag_for_each_argument(text, arguments, size):
@@ -143,7 +151,10 @@ def test_reasoning_of_earlier_answers_reaches_the_template():
     for name in ("reasoning", "reasoning_content"):
         said = _plain(Message.model_validate({"role": "assistant", name: "Hm"}))
         assert (said["reasoning_content"], said["thinking"]) == ("Hm", "Hm")
-    assert "thinking" not in _plain(Message(role="assistant", content="Yes", reasoning_content="Hm"))
+    call = {"id": "1", "function": {"name": "f", "arguments": "{}"}}
+    both = {"role": "assistant", "content": "Yes", "reasoning_content": "Hm"}
+    assert _plain(Message(**both))["thinking"] == "Hm"
+    assert "thinking" not in _plain(Message(**both, tool_calls=[call])), "GPT-OSS's template refuses it"
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,155 @@
+"""Tool calls of models that write them in another way than between ``<tool_call>`` tags."""
+
+import ast
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from medusa.serve.api.messages import Tool
+from medusa.serve.api.tools import Calls
+from medusa.serve.reading.events import Argued, Event, Reader, Said, held
+
+Call = tuple[str, str]
+"""Name and JSON arguments."""
+QUOTE = '<|"|>'
+
+
+class CallForm(NamedTuple):
+    """How a family writes calls.
+
+    Attributes:
+        shown: A part of chat templates that shows it.
+        begin: The tag before a block of calls; "" = an answer that begins as a JSON object is one block.
+        end: The tag behind it; "" = the next block, or the end of the answer.
+        special: Whether tags are special tokens, which the text has to contain.
+        read: Reads what is between; raises ValueError, TypeError, KeyError or SyntaxError if it is no call.
+    """
+
+    shown: str
+    begin: str
+    end: str
+    special: bool
+    read: Callable[[str], list[Call]]
+
+
+def _mistral(text: str) -> list[Call]:
+    """``[{"name": .., "arguments": {..}}]``, or ``NAME[ARGS]{..}``, with an id before the arguments."""
+    name, tag, arguments = text.partition("[ARGS]")
+    if not tag:
+        return [_named(call) for call in json.loads(text)]
+    return [(name.partition("[")[0].strip(), _json(json.loads(arguments)))]
+
+
+def _llama(text: str) -> list[Call]:
+    """JSON objects, one after the other; Llama calls arguments parameters."""
+    found, decoder = list[Call](), json.JSONDecoder()
+    rest = text.strip().removeprefix("<|python_tag|>").strip()
+    while rest:
+        call, size = decoder.raw_decode(rest)
+        found.append(_named(call))
+        rest = rest[size:].lstrip("; \n")
+    return found
+
+
+def _pythonic(text: str) -> list[Call]:
+    """``[f(a=1), g(b='x')]``; older models write a list of JSON objects."""
+    found = list[Call]()
+    for call in ast.parse(text.strip(), mode="eval").body.elts:  # type: ignore[attr-defined]
+        if isinstance(call, ast.Call):
+            arguments = {one.arg: ast.literal_eval(one.value) for one in call.keywords}
+            found.append((ast.unparse(call.func), _json(arguments)))
+        else:
+            found.append(_named(json.loads(ast.get_source_segment(text.strip(), call) or "")))
+    return found
+
+
+def _gemma(text: str) -> list[Call]:
+    """``call:NAME{key:value}``: JSON but for keys without quotes and texts in quotes of their own."""
+    found = re.fullmatch(r"call:([\w.-]+)(\{.*\})", text.strip(), re.DOTALL)
+    if found is None:
+        raise ValueError(text)
+    parts = found[2].split(QUOTE)  # every second one is a text
+    parts[::2] = [re.sub(r"([{,]\s*)([\w.-]+)\s*:", r'\1"\2":', part) for part in parts[::2]]
+    parts[1::2] = [json.dumps(part) for part in parts[1::2]]
+    return [(found[1], _json(json.loads("".join(parts))))]
+
+
+def _named(call: Any) -> Call:
+    arguments = call["parameters"] if "parameters" in call else call.get("arguments", {})
+    return str(call["name"]), arguments if isinstance(arguments, str) else _json(arguments)
+
+
+def _json(arguments: Any) -> str:
+    return json.dumps(arguments, ensure_ascii=False)
+
+
+FORMS = (
+    CallForm('{"name": function name, "parameters"', "", "", True, _llama),
+    CallForm("[TOOL_CALLS]", "[TOOL_CALLS]", "", True, _mistral),
+    CallForm("<|tool_call_start|>", "<|tool_call_start|>", "<|tool_call_end|>", True, _pythonic),
+    CallForm("<|tool_call>", "<|tool_call>", "<tool_call|>", True, _gemma),
+)
+"""Those of Llama 3, Mistral, LFM2 and Gemma 4."""
+
+
+def form_of(template: str) -> CallForm | None:
+    """The form that a chat template shows; None = calls stand between ``<tool_call>`` tags."""
+    return next((form for form in FORMS if form.shown in template), None)
+
+
+class BlockReader(Reader):
+    """Reads text and blocks of calls; a block is read when it is complete.
+
+    Args:
+        calls: The rules for tool calls of the request.
+        form: How calls are written.
+    """
+
+    def __init__(self, calls: Calls, form: CallForm) -> None:
+        super().__init__()
+        self._calls, self._form = calls, form
+
+    def _begin(self, last: bool) -> Iterator[Event]:
+        if self._form.begin:
+            self._state = self._text
+        elif begun := self._rest.lstrip():
+            self._state = self._block if begun.startswith(("{", "<|python_tag|>"[: len(begun)])) else self._text
+        yield from ()
+
+    def _text(self, last: bool) -> Iterator[Event]:
+        """Text up to the next block; white space right before one is dropped."""
+        begin = self._form.begin
+        said, tag, rest = self._rest.partition(begin) if begin else (self._rest, "", "")
+        if tag:
+            yield Said(said.rstrip())
+            self._rest, self._state = rest, self._block
+            return
+        if not last:
+            said = said[: len(said) - held(said, begin)].rstrip()
+        yield Said(self._take(len(said)))
+
+    def _block(self, last: bool) -> Iterator[Event]:
+        """Calls; a block that is none stays text."""
+        mark = self._form.end or self._form.begin
+        inside, tag, _ = self._rest.partition(mark) if mark else (self._rest, "", "")
+        if not tag and not last:
+            return
+        self._take(len(inside) + (len(tag) if self._form.end else 0))
+        self._state = self._text
+        found = self._found(inside)
+        if not found:
+            yield Said(self._form.begin + inside + (tag if self._form.end else ""))
+        for name, arguments in found:
+            if not (self.called and self._calls.single):
+                yield self._call(name)
+                yield Argued(arguments)
+
+    def _found(self, text: str) -> Sequence[Call]:
+        known: Sequence[Tool] = self._calls.tools
+        try:
+            found = self._form.read(text)
+        except (ValueError, TypeError, KeyError, AttributeError, SyntaxError, RecursionError):
+            return ()
+        names = {tool.function.name for tool in known}
+        return found if self._form.begin or all(name in names for name, _ in found) else ()
