@@ -51,17 +51,22 @@ def show_plan(args: argparse.Namespace) -> int:
     import torch
 
     from medusa.base import gguf_convert, gguf_names, groupwise, mx_experts
+    from medusa.base.merged import plain_base
     from medusa.clock import machine_memory
     from medusa.cpu.native import packing_pays
     from medusa.cpu.packed import DTYPE
     from medusa.serve.engine import MEMORY
 
     dtype = None if args.dtype == "auto" else getattr(torch, args.dtype)
-    file = gguf_names.find(full_name(args.base), download=False) if args.base else None
-    config = gguf_convert.read_config(file) if file else _config(args.base)
+    below = plain_base(args.base) if args.base else None
+    file = gguf_names.find(full_name(below), download=False) if below else None
+    config = gguf_convert.read_config(file) if file else _config(below)
+    merged = below != args.base  # with an adapter, in plain weights
+    if merged and hasattr(config, "quantization_config"):
+        del config.quantization_config
     shape = read_shape(config, dtype, args.int8)
     on_gpu = args.device_memory is not None
-    packs = not on_gpu and (args.int8 or packing_pays())
+    packs = not on_gpu and not merged and (args.int8 or packing_pays())
     if not on_gpu and groupwise.reads(config):
         bits = groupwise.held_bits(config, dtype) if packs else None
         shape = replace(shape, bits=bits or 8 * (1 if args.int8 else shape.itemsize))
@@ -118,12 +123,11 @@ def _config(base: str | None) -> Any:
     """The config of a base by its name, or of a config.json; nothing is downloaded."""
     from transformers import AutoConfig
 
-    from medusa.base.merged import plain_base
     from medusa.base.names import HUB_ID
 
     if base is None:
         raise ValueError("--dry-run plans for a base; name it with --base: a directory, a config.json or a Hub id")
-    name = full_name(plain_base(base))
+    name = full_name(base)
     if name == HUB_ID:
         return AutoConfig.for_model(**SMOLLM2)
     try:

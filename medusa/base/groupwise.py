@@ -10,8 +10,9 @@ import logging
 import math
 import re
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -157,11 +158,11 @@ def _stored(directory: Path, stack: ExitStack) -> dict[str, Any]:
 def _plain(stored: Mapping[str, Any], model: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
     """The plain tensors; biases of 0 that the model does not have are left out, because old GPTQ writers add them."""
     known, places, plain = model.state_dict().keys(), Places(model), dict[str, Tensor]()
-    for stored_key, file in stored.items():
-        tensor, key = file.get_tensor(stored_key), places.of(stored_key).name
-        if key in known or not key.endswith(".bias") or tensor.any():
+    for key, file in stored.items():
+        tensor = file.get_tensor(key)
+        if not key.endswith(".bias") or places.of(key).name in known or tensor.any():
             plain[key] = tensor.to(dtype) if tensor.is_floating_point() else tensor
-    return plain
+    return places.joined(plain)
 
 
 def _layers(
@@ -180,7 +181,7 @@ def _layers(
         module, shape = _owner(model, name, paths)
         inputs = shape[-1]
         outputs, parts = shape.numel() // inputs // len(paths), list[Packed | Tensor]()
-        for path in paths:
+        for _, path in sorted(paths.items()):
             weight = _weight(layout, stored, path, outputs, inputs, told)
             kept = _packed(weight) if pack and module is not tied else None
             parts.append(weight.expand(dtype) if kept is None else kept)
@@ -194,13 +195,13 @@ def _layers(
     return expanded, packed
 
 
-def _by_name(model: PreTrainedModel, layers: Collection[str]) -> dict[str, list[str]]:
-    """The layers that each of the model's weights is made of, in order."""
+def _by_name(model: PreTrainedModel, layers: Collection[str]) -> dict[str, dict[tuple[int, int], str]]:
+    """The layers that each of the model's weights is made of, by their ``Place.order``."""
     places, found = Places(model), defaultdict[str, dict[tuple[int, int], str]](dict)
     for path in sorted(layers):
         place = places.of(f"{path}.weight")
         found[place.name][place.order] = path
-    return {name: [paths[order] for order in sorted(paths)] for name, paths in found.items()}
+    return found
 
 
 def _set_packed(model: PreTrainedModel, packed: Mapping[str, Packed]) -> None:
@@ -217,7 +218,7 @@ def _set_packed(model: PreTrainedModel, packed: Mapping[str, Packed]) -> None:
         )
 
 
-def _owner(model: PreTrainedModel, name: str, paths: Sequence[str]) -> tuple[nn.Module, torch.Size]:
+def _owner(model: PreTrainedModel, name: str, paths: Mapping[tuple[int, int], str]) -> tuple[nn.Module, torch.Size]:
     """The linear layer or the experts of the model with this weight, which is made of these layers, and its shape."""
     path, _, own = name.rpartition(".")
     try:
@@ -228,13 +229,14 @@ def _owner(model: PreTrainedModel, name: str, paths: Sequence[str]) -> tuple[nn.
         return module, module.weight.shape
     if module is None or not have_known_form(module) or not in_order(module):
         what = "not in the model" if module is None else f"no linear layer there but {type(module).__name__}"
-        raise ValueError(f"quantised layer ({paths[0]}) is {what}; use a checkpoint of plain weights, or a GPU")
+        first = next(iter(paths.values()))
+        raise ValueError(f"quantised layer ({first}) is {what}; use a checkpoint of plain weights, or a GPU")
     shape: torch.Size = getattr(module, own).shape
-    wanted = shape[0] * (2 if own == mx_experts.PAIRED else 1)
-    if len(paths) != wanted:
+    wanted = set(product(range(shape[0]), range(2 if own == mx_experts.PAIRED else 1)))
+    if paths.keys() != wanted:
         raise ValueError(
-            f"experts ({path}) have {len(paths)} quantised layers and need {wanted}; use a checkpoint of plain weights,"
-            " or a GPU"
+            f"experts ({path}) have {len(paths)} quantised layers and need {len(wanted)}, of experts 0 to"
+            f" {shape[0] - 1}; use a checkpoint of plain weights, or a GPU"
         )
     return module, shape
 

@@ -58,6 +58,7 @@ def read(
     for name in tqdm(names_of(stored), desc="experts", unit="", disable=None, leave=False):
         path, _, own = name.rpartition(".")
         blocks, scales = (stored[f"{name}{part}"].get_tensor(f"{name}{part}") for part in PARTS)
+        scales = scales.view(torch.uint8) if scales.dtype == torch.float8_e8m0fnu else scales
         _check(name, blocks, scales, model)
         kept = _packed(own, blocks, scales) if pack and have_known_form(model.get_submodule(path)) else None
         if kept is None:
@@ -73,6 +74,11 @@ def _check(name: str, blocks: Tensor, scales: Tensor, model: PreTrainedModel) ->
     except AttributeError as error:
         raise ValueError(f"experts ({name}) are not in the model; use a checkpoint of plain weights") from error
     wanted = experts, outputs, inputs // RUN
+    if not blocks.dtype == scales.dtype == torch.uint8:
+        raise ValueError(
+            f"experts ({name}) are stored as {blocks.dtype} and {scales.dtype}, and must be bytes; copy the checkpoint"
+            " again"
+        )
     if inputs % RUN or scales.shape != wanted or blocks.shape != (*wanted, RUN // 2):
         found = f"{tuple(blocks.shape)} and {tuple(scales.shape)}"
         raise ValueError(

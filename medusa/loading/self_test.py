@@ -145,6 +145,11 @@ def _objection(base: BaseModel, nodes: list[int], text: int = 0) -> str | None:
     except (TypeError, AttributeError, RuntimeError, ValueError, IndexError, AssertionError, KeyError) as failure:
         said = (str(failure).splitlines() or [type(failure).__name__])[0]
         return f"its forward pass fails over cached rows (transformers: {said.rstrip('.')})"
+    if theirs_BNV.isnan().any():
+        raise UnsupportedBaseError(
+            f"base ({base.name}) gives no numbers (NaN) for plain text: its weights are damaged, or too large for"
+            f" {base.dtype}; copy it again, or load it in another dtype"
+        )
     return layers.objection(ours_BNV, theirs_BNV, rounded_BNV if base.fused else None)
 
 

@@ -10,8 +10,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from medusa import BaseModel
 from medusa.base import groupwise
+from medusa.base.group_layouts import LAYOUTS
 from medusa.cpu.experts import PackedExperts, use_experts
 from medusa.cpu.native import available
+from medusa.cpu.packed import Packed
 from tests.medusa.grouped import CASES, defined, layer
 from tests.medusa.packed_sums import same
 from tests.medusa.test_conformance import config_of
@@ -97,12 +99,56 @@ def test_what_the_kernels_do_not_know_is_expanded(checkpoint, caplog):
     assert all(torch.equal(model.get_parameter(name), weight.bfloat16()) for name, weight in defines.items())
 
 
-def test_experts_that_are_missing_are_one_error(checkpoint, tmp_path):
-    directory, _ = checkpoint("qwen3_moe", "gptq")
-    state = load_file(directory / "model.safetensors")
-    state = {key: one for key, one in state.items() if "layers.0.mlp.experts.1.up_proj" not in key}
-    save_file(state, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_bytes((directory / "config.json").read_bytes())
-    reason = rf"experts \(model.layers.0.mlp.experts\) have {2 * EXPERTS - 1} quantised layers and need {2 * EXPERTS};"
+def copied(directory, to, change):
+    """The same checkpoint with its tensors changed by name: None = left out."""
+    state = {change(key): one for key, one in load_file(directory / "model.safetensors").items()}
+    state.pop(None, None)
+    save_file(state, to / "model.safetensors")
+    (to / "config.json").write_bytes((directory / "config.json").read_bytes())
+    return to
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda key: None if "layers.0.mlp.experts.1.up_proj" in key else key,
+        lambda key: key.replace("layers.0.mlp.experts.2.up_proj", "layers.0.mlp.experts.7.up_proj"),
+    ],
+    ids=["one is missing", "one has another number"],
+)
+def test_experts_that_are_missing_are_one_error(change, checkpoint, tmp_path):
+    copied(checkpoint("qwen3_moe", "gptq")[0], tmp_path, change)
+    reason = (
+        rf"experts \(model.layers.0.mlp.experts\) have \d quantised layers and need {2 * EXPERTS}, of experts 0 to 2;"
+    )
     with pytest.raises(ValueError, match=reason):
         BaseModel.load(tmp_path, device="cpu", pack=True)
+
+
+@pytest.mark.parametrize("plain", ["experts", "down_proj", "layers.1"])
+def test_some_experts_may_be_plain(plain, checkpoint, tmp_path):
+    """As checkpoints with modules_to_not_convert are."""
+    directory, defines = checkpoint("qwen3_moe", "gptq")
+    state, whole = load_file(directory / "model.safetensors"), read(directory, torch.float32, pack=False).state_dict()
+    for name in defines:
+        if plain in name:
+            path, _, own = name.rpartition(".")
+            parts = ("gate_proj", "up_proj") if own == "gate_up_proj" else ("down_proj",)
+            for expert in range(EXPERTS):
+                for part, weight in zip(parts, whole[name][expert].chunk(len(parts)), strict=True):
+                    for stored in LAYOUTS["gptq"].parts:
+                        del state[f"{path}.{expert}.{part}.{stored}"]
+                    state[f"{path}.{expert}.{part}.weight"] = weight.clone()
+    save_file(state, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_bytes((directory / "config.json").read_bytes())
+    found = read(tmp_path, torch.float32, pack=False).state_dict()
+    assert found.keys() == whole.keys()
+    assert all(torch.equal(one, whole[name]) for name, one in found.items())
+    if available():
+        packed = read(tmp_path, torch.bfloat16, pack=True)
+        wanted = [0, 0] if plain == "experts" else [2, 0] if plain == "layers.1" else [1, 1]
+        kept = [
+            [isinstance(getattr(layer.mlp.experts, own, None), Packed) for own in ("gate_up", "down")]
+            for layer in packed.model.layers
+        ]
+        assert list(map(sum, kept)) == wanted

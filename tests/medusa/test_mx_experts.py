@@ -119,6 +119,7 @@ def test_it_is_a_base_by_its_path(directory, capsys):
             {f"{NAMES[1]}_scales": torch.zeros(4, 64, 2, dtype=torch.uint8)},
             r"down_proj\) are stored as .*\[4, 96, 64\]",
         ),
+        ({f"{NAMES[1]}_scales": torch.zeros(4, 64, 3)}, r"down_proj\) are stored as torch.uint8 and torch.float32"),
         ({"model.layers.0.up_blocks": torch.zeros(1), "model.layers.0.up_scales": torch.zeros(1)}, "not in the model"),
         ({f"{NAMES[1]}_scales": None}, r"tensor \(.*down_proj"),
     ],
@@ -131,6 +132,15 @@ def test_other_tensors_than_the_model_has_are_one_error(directory, damage, reaso
     (tmp_path / "config.json").write_bytes((directory / "config.json").read_bytes())
     with pytest.raises(ValueError, match=reason):
         BaseModel.load(tmp_path, device="cpu", pack=True)
+
+
+def test_scales_may_be_of_their_own_dtype(directory, tmp_path):
+    state = load_file(directory / "model.safetensors")
+    state = {name: one.view(torch.float8_e8m0fnu) if name.endswith("_scales") else one for name, one in state.items()}
+    save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
+    (tmp_path / "config.json").write_bytes((directory / "config.json").read_bytes())
+    found, wanted = (read(one, False).state_dict() for one in (tmp_path, directory))
+    assert all(torch.equal(one, wanted[name]) for name, one in found.items())
 
 
 @PACKED

@@ -44,6 +44,13 @@ def test_what_cannot_be_decoded_is_refused_with_one_sentence(kind, tokenizer, tm
         load(kind, tokenizer, tmp_path)
 
 
+def test_damaged_weights_are_told_from_a_family_that_is_not_known():
+    model = AutoModelForCausalLM.from_config(config_of("llama")).eval()
+    model.model.layers[1].mlp.up_proj.weight.data[3, 5] = float("nan")
+    with pytest.raises(UnsupportedBaseError, match=r"NaN\) for plain text: its weights are damaged, or too large for"):
+        choose_decoding(BaseModel(model, None, "llama", "reference"))
+
+
 def test_a_context_as_small_as_the_test_s_texts_is_enough():
     config = config_of("falcon", max_position_embeddings=40)
     base = BaseModel(AutoModelForCausalLM.from_config(config).double().eval(), None, "falcon", "reference")

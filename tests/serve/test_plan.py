@@ -59,6 +59,19 @@ def test_an_adapter_takes_what_its_base_takes(config_file, tmp_path, capsys):
     assert texts[0].partition("\n")[2] == texts[1].partition("\n")[2]
 
 
+def test_an_adapter_s_base_is_planned_in_plain_weights(config_file, tmp_path, capsys):
+    """A quantised base is expanded for it, on any device."""
+    (tmp_path / "quantised").mkdir()
+    config = json.loads((config_file.parent / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "gptq", "bits": 4, "group_size": 32}
+    (tmp_path / "quantised" / "config.json").write_text(json.dumps(config))
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(tmp_path / "quantised")}))
+    for more in ((), ("--device-memory", "8e9")):
+        flags = ("--dtype", "bfloat16", *more)
+        assert "16 bits a weight" in plan(capsys, "--base", str(tmp_path), *flags)
+        assert ("4 bits" if more else "bits") in plan(capsys, "--base", str(tmp_path / "quantised"), *flags)
+
+
 def test_without_a_size_it_is_this_machine(config_file, capsys, monkeypatch):
     monkeypatch.setattr("os.sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 10**6}.__getitem__)
     text = plan(capsys, "--base", str(config_file))
