@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from medusa.serve.api.messages import Tool
 from medusa.serve.api.tools import Calls
 from medusa.serve.reading.events import Argued, Event, Reader, Said, held
 
@@ -16,20 +15,18 @@ QUOTE = '<|"|>'
 
 
 class CallForm(NamedTuple):
-    """How a family writes calls.
+    """How a family writes calls; tags are special tokens, which the text has to contain.
 
     Attributes:
         shown: A part of chat templates that shows it.
         begin: The tag before a block of calls; "" = an answer that begins as a JSON object is one block.
         end: The tag behind it; "" = the next block, or the end of the answer.
-        special: Whether tags are special tokens, which the text has to contain.
         read: Reads what is between; raises ValueError, TypeError, KeyError or SyntaxError if it is no call.
     """
 
     shown: str
     begin: str
     end: str
-    special: bool
     read: Callable[[str], list[Call]]
 
 
@@ -85,10 +82,10 @@ def _json(arguments: Any) -> str:
 
 
 FORMS = (
-    CallForm('{"name": function name, "parameters"', "", "", True, _llama),
-    CallForm("[TOOL_CALLS]", "[TOOL_CALLS]", "", True, _mistral),
-    CallForm("<|tool_call_start|>", "<|tool_call_start|>", "<|tool_call_end|>", True, _pythonic),
-    CallForm("<|tool_call>", "<|tool_call>", "<tool_call|>", True, _gemma),
+    CallForm('{"name": function name, "parameters"', "", "", _llama),
+    CallForm("[TOOL_CALLS]", "[TOOL_CALLS]", "", _mistral),
+    CallForm("<|tool_call_start|>", "<|tool_call_start|>", "<|tool_call_end|>", _pythonic),
+    CallForm("<|tool_call>", "<|tool_call>", "<tool_call|>", _gemma),
 )
 """Those of Llama 3, Mistral, LFM2 and Gemma 4."""
 
@@ -146,10 +143,9 @@ class BlockReader(Reader):
                 yield Argued(arguments)
 
     def _found(self, text: str) -> Sequence[Call]:
-        known: Sequence[Tool] = self._calls.tools
         try:
             found = self._form.read(text)
         except (ValueError, TypeError, KeyError, AttributeError, SyntaxError, RecursionError):
             return ()
-        names = {tool.function.name for tool in known}
+        names = {tool.function.name for tool in self._calls.tools}
         return found if self._form.begin or all(name in names for name, _ in found) else ()

@@ -39,14 +39,15 @@ class Writing(NamedTuple):
 
     def needs_special_tokens(self, calls: Calls) -> bool:
         """Whether the text of an answer has to contain special tokens."""
-        return self.tagged or (bool(calls.tools) and self.form is not None and self.form.special)
+        return self.tagged or (bool(calls.tools) and self.form is not None)
 
     def reader(self, calls: Calls, prompt: str) -> Reader:
         """The reader of an answer to a prompt, which ends as this text does."""
         if self.harmony:
             return HarmonyReader(bool(calls.tools), calls.single)
-        enforced = calls.required or calls.formed or self.form is None or not calls.tools
-        answer = CallReader(calls) if enforced or self.form is None else BlockReader(calls, self.form)
+        enforced = calls.required or calls.formed  # such calls stand between tags
+        own = self.form if calls.tools and not enforced else None
+        answer = CallReader(calls) if own is None else BlockReader(calls, own)
         return answer if self.tags is None else ThoughtReader(answer, self.tags, self.tags.begun(prompt))
 
     def calls(self, calls: Calls, free: bool) -> dict[str, Any]:
