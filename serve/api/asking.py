@@ -66,6 +66,8 @@ def ask(service: Service, body: Sampling, wanted: Wanted, client: str) -> list[A
     room = service.engine.settings.max_batch + service.engine.settings.max_waiting
     if count > room:
         raise refused(f"n ({count} completions) exceeds what the server can hold ({room}); ask for fewer", "n")
+    if body.min_tokens and not body.ignore_eos:
+        raise refused("min_tokens is not supported; set max_tokens and ignore_eos, or leave it out", "min_tokens")
     if body.stream_options is not None and not body.stream:
         raise refused("stream_options needs stream; set stream, or leave it out", "stream_options")
     try:

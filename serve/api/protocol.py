@@ -98,7 +98,8 @@ class Sampling(Shared):
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     """vLLM's way to ask for a format."""
-    min_tokens: Annotated[Any, lacking("set max_tokens and ignore_eos")] = None
+    min_tokens: StrictInt | None = None
+    """Only together with ``ignore_eos``, which gives as many as ``max_tokens``."""
     stop_token_ids: Annotated[Any, lacking("give their texts as stop")] = None
     truncate_prompt_tokens: Annotated[Any, lacking("send a shorter prompt")] = None
     prompt_logprobs: Annotated[Any, lacking("give echo and logprobs of /v1/completions", lambda _: False)] = None

@@ -150,8 +150,10 @@ def test_what_clients_send_back_and_along_is_taken(live):
     along = {
         "modalities": ["text"], "function_call": "none", "functions": [], "store": False, "metadata": {"a": "b"},
         "prompt_cache_retention": "24h", "prompt_cache_key": "k", "service_tier": "auto", "safety_identifier": "x",
-        "tool_choice": "none", "seed": -1, "suffix": None,
+        "tool_choice": "none", "seed": -1, "suffix": None, "min_tokens": 0, "stop_token_ids": [], "guided_json": None,
     }  # fmt: skip
+    enough = {"min_tokens": 9, "max_tokens": 9, "ignore_eos": True}
+    assert post(live, **enough).json()["usage"]["completion_tokens"] == 9
     answer = post(live, messages=messages, **along)
     assert answer.status_code == 200 and "x-ignored-fields" not in answer.headers
     plain = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "Hi"}]
