@@ -132,7 +132,7 @@ class Rendering(Body):
     chat_template_kwargs: dict[str, Any] | None = None
     """Additional values for the template."""
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
-    """A value for templates that know it; "none" also sets their ``enable_thinking`` to false."""
+    """A value for templates that know it; it also sets their ``enable_thinking``, with "none" to false."""
 
 
 class Prediction(Body):

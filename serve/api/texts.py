@@ -105,7 +105,7 @@ class Texts:
         if taken := values.keys() & inspect.signature(self.tokenizer.apply_chat_template).parameters.keys():
             raise refused(f"chat_template_kwargs ({min(taken)}) is no value of a template; leave it out")
         if effort := rendering.reasoning_effort:
-            values = {"reasoning_effort": effort, **({"enable_thinking": False} if effort == "none" else {}), **values}
+            values = {"reasoning_effort": effort, "enable_thinking": effort != "none", **values}
         generation = rendering.add_generation_prompt and not begun
         return {**values, "add_generation_prompt": generation, "continue_final_message": begun}
 

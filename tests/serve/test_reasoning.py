@@ -263,4 +263,4 @@ def test_effort_reaches_the_template(speaks):
             client.post(f"{live.url}/tokenize", cast_to=object, body=body | {"reasoning_effort": effort})["count"]
             for effort in ("low", "none")
         ]
-        assert found == [len("lowx"), len("noneFalsex")]
+        assert found == [len("lowTruex"), len("noneFalsex")]
