@@ -2,16 +2,20 @@
 
 import ast
 import json
+import keyword
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from medusa.serve.api.tools import Calls
+from medusa.serve.api.tools import SURROGATE, UNREADABLE, Calls, as_json
 from medusa.serve.reading.events import Argued, Event, Reader, Said, held
 
 Call = tuple[str, str]
 """Name and JSON arguments."""
 QUOTE = '<|"|>'
+MARK = "_of_python"
+RESERVED = re.compile(rf"(?<=[(,\s])(?:{'|'.join(keyword.kwlist)})(?==)")
+"""Names of arguments that Python has other uses for; they get a ``MARK``."""
 
 
 class CallForm(NamedTuple):
@@ -21,7 +25,7 @@ class CallForm(NamedTuple):
         shown: A part of chat templates that shows it.
         begin: The tag before a block of calls; "" = an answer that begins as a JSON object is one block.
         end: The tag behind it; "" = the next block, or the end of the answer.
-        read: Reads what is between; raises ValueError, TypeError, KeyError or SyntaxError if it is no call.
+        read: Reads what is between; raises an error of ``UNREADABLE`` if it is no call.
     """
 
     shown: str
@@ -35,13 +39,13 @@ def _mistral(text: str) -> list[Call]:
     name, tag, arguments = text.partition("[ARGS]")
     if not tag:
         return [_named(call) for call in json.loads(text)]
-    return [(name.partition("[")[0].strip(), _json(json.loads(arguments)))]
+    return [(name.partition("[")[0].strip(), as_json(json.loads(arguments)))]
 
 
 def _llama(text: str) -> list[Call]:
     """JSON objects, one after the other; Llama calls arguments parameters."""
     found, decoder = list[Call](), json.JSONDecoder()
-    rest = text.strip().removeprefix("<|python_tag|>").strip()
+    rest = text.strip().removeprefix(PYTHON).strip()
     while rest:
         call, size = decoder.raw_decode(rest)
         found.append(_named(call))
@@ -51,14 +55,24 @@ def _llama(text: str) -> list[Call]:
 
 def _pythonic(text: str) -> list[Call]:
     """``[f(a=1), g(b='x')]``; older models write a list of JSON objects."""
-    found = list[Call]()
-    for call in ast.parse(text.strip(), mode="eval").body.elts:  # type: ignore[attr-defined]
-        if isinstance(call, ast.Call):
-            arguments = {one.arg: ast.literal_eval(one.value) for one in call.keywords}
-            found.append((ast.unparse(call.func), _json(arguments)))
+    found, text = list[Call](), RESERVED.sub(rf"\g<0>{MARK}", text.strip())
+    for call in _JsonNames().visit(ast.parse(text, mode="eval")).body.elts:
+        if not isinstance(call, ast.Call):
+            found.append(_named(json.loads(ast.get_source_segment(text, call) or "")))
+        elif call.args or not all(one.arg for one in call.keywords):
+            raise ValueError(f"an argument has no name: {text}")
         else:
-            found.append(_named(json.loads(ast.get_source_segment(text.strip(), call) or "")))
+            arguments = {str(one.arg).removesuffix(MARK): ast.literal_eval(one.value) for one in call.keywords}
+            found.append((ast.unparse(call.func), as_json(arguments)))
     return found
+
+
+class _JsonNames(ast.NodeTransformer):
+    """Reads true, false and null as JSON does."""
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        known = {"true": True, "false": False, "null": None}
+        return ast.Constant(known[node.id]) if node.id in known else node
 
 
 def _gemma(text: str) -> list[Call]:
@@ -68,26 +82,28 @@ def _gemma(text: str) -> list[Call]:
         raise ValueError(text)
     parts = found[2].split(QUOTE)  # every second one is a text
     parts[::2] = [re.sub(r"([{,]\s*)([\w.-]+)\s*:", r'\1"\2":', part) for part in parts[::2]]
+    parts[::2] = [re.sub(r"([:,\[]\s*)None\b", r"\1null", part) for part in parts[::2]]
     parts[1::2] = [json.dumps(part) for part in parts[1::2]]
-    return [(found[1], _json(json.loads("".join(parts))))]
+    return [(found[1], as_json(json.loads("".join(parts))))]
 
 
 def _named(call: Any) -> Call:
     arguments = call["parameters"] if "parameters" in call else call.get("arguments", {})
-    return str(call["name"]), arguments if isinstance(arguments, str) else _json(arguments)
+    return str(call["name"]), SURROGATE.sub("?", arguments) if isinstance(arguments, str) else as_json(arguments)
 
 
-def _json(arguments: Any) -> str:
-    return json.dumps(arguments, ensure_ascii=False)
-
-
+MISTRAL = CallForm("[TOOL_CALLS]", "[TOOL_CALLS]", "", _mistral)
 FORMS = (
     CallForm('{"name": function name, "parameters"', "", "", _llama),
-    CallForm("[TOOL_CALLS]", "[TOOL_CALLS]", "", _mistral),
+    MISTRAL,
     CallForm("<|tool_call_start|>", "<|tool_call_start|>", "<|tool_call_end|>", _pythonic),
     CallForm("<|tool_call>", "<|tool_call>", "<tool_call|>", _gemma),
 )
 """Those of Llama 3, Mistral, LFM2 and Gemma 4."""
+
+
+PYTHON = "<|python_tag|>"
+"""May stand before an answer of Llama that is a call."""
 
 
 def form_of(template: str) -> CallForm | None:
@@ -108,10 +124,11 @@ class BlockReader(Reader):
         self._calls, self._form = calls, form
 
     def _begin(self, last: bool) -> Iterator[Event]:
-        if self._form.begin:
+        begun = self._rest.lstrip()
+        if self._form.begin or (begun and not begun.startswith(("{", PYTHON)) and not PYTHON.startswith(begun)):
             self._state = self._text
-        elif begun := self._rest.lstrip():
-            self._state = self._block if begun.startswith(("{", "<|python_tag|>"[: len(begun)])) else self._text
+        elif last or begun.startswith(("{", PYTHON)):
+            self._state = self._block
         yield from ()
 
     def _text(self, last: bool) -> Iterator[Event]:
@@ -123,29 +140,32 @@ class BlockReader(Reader):
             self._rest, self._state = rest, self._block
             return
         if not last:
-            said = said[: len(said) - held(said, begin)].rstrip()
+            said = said[: len(said) - held(said, begin)]
+        if not last or self.called:
+            said = said.rstrip()
         yield Said(self._take(len(said)))
 
     def _block(self, last: bool) -> Iterator[Event]:
         """Calls; a block that is none stays text."""
         mark = self._form.end or self._form.begin
-        inside, tag, _ = self._rest.partition(mark) if mark else (self._rest, "", "")
-        if not tag and not last:
+        if not last and (not mark or mark not in self._rest):
             return
+        inside, tag, _ = self._rest.partition(mark) if mark else (self._rest, "", "")
         self._take(len(inside) + (len(tag) if self._form.end else 0))
         self._state = self._text
         found = self._found(inside)
         if not found:
             yield Said(self._form.begin + inside + (tag if self._form.end else ""))
-        for name, arguments in found:
-            if not (self.called and self._calls.single):
-                yield self._call(name)
-                yield Argued(arguments)
+        for name, arguments in found[: 1 if self._calls.single else None]:
+            yield self._call(name)
+            yield Argued(arguments)
+        if self.called and self._calls.single:
+            self._state = self._nothing
 
     def _found(self, text: str) -> Sequence[Call]:
         try:
             found = self._form.read(text)
-        except (ValueError, TypeError, KeyError, AttributeError, SyntaxError, RecursionError):
+        except UNREADABLE:
             return ()
         names = {tool.function.name for tool in self._calls.tools}
         return found if self._form.begin or all(name in names for name, _ in found) else ()

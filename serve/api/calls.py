@@ -3,8 +3,9 @@
 import json
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 
-from medusa.serve.api.tools import BEGIN, END, Calls
+from medusa.serve.api.tools import BEGIN, END, SURROGATE, UNREADABLE, Calls, as_json
 from medusa.serve.api.xml_calls import read_call
 from medusa.serve.reading.events import Argued, Event, Reader, Said, held
 
@@ -58,10 +59,10 @@ class CallReader(Reader):
             self._take(head.end())
             self._state, self._depth, self._quoted = self._arguments, 0, False
             return
-        inside, tag, _ = self._rest.partition(END)
-        if tag or last:
+        if last or END in self._rest:
+            inside, tag, _ = self._rest.partition(END)
             self._take(len(inside) + len(tag))
-            found = _parsed(inside) or read_call(inside, self._calls.tools)
+            found = self._found(inside, bool(tag))
             if found is None:
                 if tag or not (self._calls.required or self._calls.formed):  # such a call that was cut off is no text
                     yield Said(BEGIN + inside + tag)
@@ -70,6 +71,14 @@ class CallReader(Reader):
                 yield self._call(found[0])
                 yield Argued(found[1])
                 self._state = self._behind
+
+    def _found(self, text: str, whole: bool) -> tuple[str, str] | None:
+        """Name and arguments of a call whose last tag has been written or not; None = it is none."""
+        for read in (_parsed, lambda text: read_call(text, self._calls.tools, whole)):
+            with suppress(*UNREADABLE):
+                if found := read(text):
+                    return found
+        return None
 
     def _arguments(self, last: bool) -> Iterator[Event]:
         """Arguments up to the closing brace, or up to invalid JSON."""
@@ -100,9 +109,6 @@ class CallReader(Reader):
 
 def _parsed(text: str) -> tuple[str, str] | None:
     """Name and arguments of a complete call."""
-    try:
-        found = json.loads(text)
-        name, arguments = found["name"], found.get("arguments", found.get("parameters", {}))
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return None
-    return str(name), arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    found = json.loads(text)
+    name, arguments = found["name"], found.get("arguments", found.get("parameters", {}))
+    return str(name), SURROGATE.sub("?", arguments) if isinstance(arguments, str) else as_json(arguments)

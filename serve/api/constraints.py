@@ -40,8 +40,8 @@ async def constraint_of(
     calls = calls or Calls()
     try:
         wanted = body.form()
-    except ValueError as error:
-        raise refused(str(error), "structured_outputs") from error
+    except (ValueError, RecursionError) as error:
+        raise refused(str(error) or "schema cannot be read; correct it", "structured_outputs") from error
     if wanted is None and not calls.required and not calls.strict:
         return None
     if body.ignore_eos:
@@ -78,7 +78,7 @@ def _compiled(grammars: Grammars, wanted: ResponseFormat | None, calls: Calls, w
     if len(forms) == 1 and forms[0]["type"] == "grammar":
         return grammars.grammar(forms[0]["grammar"])
     whole = forms[0] if len(forms) == 1 else {"type": "or", "elements": forms}
-    free = writing.tags is not None or writing.harmony or (wanted is not None and wanted.type in ("grammar", "regex"))
+    free = wanted is not None and wanted.type in ("grammar", "regex")
     return grammars.structure(whole, schemas, free=free)
 
 

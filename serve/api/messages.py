@@ -121,6 +121,8 @@ class StructuredOutputs(Body):
             raise ValueError(f"structured_outputs ({', '.join(given) or 'empty'}) must have one of {', '.join(ways)}")
         if self.json_ is not None:
             schema = json.loads(self.json_) if isinstance(self.json_, str) else self.json_
+            if not isinstance(schema, dict):
+                raise ValueError("structured_outputs.json is no schema, which is a JSON object; correct it")
             return ResponseFormat(type="json_schema", json_schema=JsonSchema(schema=schema))
         if self.choice is not None:
             rule = " | ".join(json.dumps(text, ensure_ascii=False) for text in self.choice)

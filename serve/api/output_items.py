@@ -29,7 +29,9 @@ class OutputItems:
             events: New text and calls.
             logprobs: Log-probabilities of their tokens, which are sent with the text.
         """
-        self._logprobs += logprobs or ()
+        kinds = {type(event) for event in events}
+        if Reasoned not in kinds or Said in kinds:  # else they are those of the reasoning
+            self._logprobs += logprobs or ()
         for event in events:
             match event:
                 case Said(text):
@@ -63,6 +65,7 @@ class OutputItems:
     def end(self, status: str) -> Iterator[Told]:
         """End the answer, complete or cut off; it has at least one message, perhaps an empty one."""
         if all(item["type"] == "reasoning" for item in self.items):
+            yield from self.close(status)
             yield from self._say("")
         yield from self.close(status)
 
@@ -88,7 +91,6 @@ class OutputItems:
             item = {"type": "reasoning", "id": _id("rs"), "status": "in_progress", "summary": []}
             yield self._add({**item, "content": [{"type": "reasoning_text", "text": ""}]})
         self.items[-1]["content"][0]["text"] += text
-        self._logprobs = []  # they are those of text
         yield self._told("response.reasoning_text.delta", 0, delta=text)
 
     def _add(self, item: dict[str, Any]) -> Told:

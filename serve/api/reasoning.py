@@ -2,15 +2,19 @@
 
 from typing import Any, NamedTuple
 
-from medusa.serve.api.call_forms import BlockReader, CallForm, form_of
+from medusa.serve.api.call_forms import MISTRAL, BlockReader, CallForm, form_of
 from medusa.serve.api.calls import CallReader
 from medusa.serve.api.tools import Calls, json_form, parameters
 from medusa.serve.reading import is_harmony, needs_special_tokens, tags_of
 from medusa.serve.reading.events import Reader
-from medusa.serve.reading.harmony import CALLS, CHANNEL, ENDS, FINAL, MESSAGE, REASONING, HarmonyReader
+from medusa.serve.reading.harmony import CALLS, CHANNEL, ENDS, FINAL, MESSAGE, REASONING, TO, HarmonyReader
 from medusa.serve.reading.thoughts import Tags, ThoughtReader
 
-ANY, SPACES = {"type": "any_text"}, {"type": "regex", "pattern": r"\n{0,2}"}
+ANY, SPACES, LINE = (
+    {"type": "any_text"},
+    {"type": "regex", "pattern": r"[ \n]{0,3}"},
+    {"type": "regex", "pattern": r"\n?"},
+)
 
 
 class Writing(NamedTuple):
@@ -37,6 +41,11 @@ class Writing(NamedTuple):
         form = None if is_harmony(template) else form_of(template)
         return cls(tags_of(template), is_harmony(template), xml, needs_special_tokens(template), form)
 
+    @property
+    def short_ids(self) -> bool:
+        """Whether the template takes ids of calls with nine letters and digits only."""
+        return self.form is MISTRAL
+
     def needs_special_tokens(self, calls: Calls) -> bool:
         """Whether the text of an answer has to contain special tokens."""
         return self.tagged or (bool(calls.tools) and self.form is not None)
@@ -59,15 +68,22 @@ class Writing(NamedTuple):
         """
         if not self.harmony:
             return calls.structure(free, self.xml)
-        begin, end = f"{CHANNEL}{CALLS} to=functions.", f" <|constrain|>json{MESSAGE}"
-        tools = {tool.function.name: json_form(parameters(tool)) for tool in calls.tools}
-        wanted = {name: form for name, form in tools.items() if calls.name in ("", name)}
-        tags = [
-            {"type": "tag", "begin": f"{begin}{name}{end}", "content": form, "end": ""} for name, form in wanted.items()
-        ]
-        if free:
-            return {"type": "triggered_tags", "triggers": [begin], "tags": tags, "stop_after_first": True}
-        return {"type": "or", "elements": tags}
+        forms = {tool.function.name: json_form(parameters(tool)) for tool in calls.tools}
+        tags = {
+            trigger: [
+                {"type": "tag", "begin": f"{trigger}{name}{rest}{MESSAGE}", "content": form, "end": ""}
+                for name, form in forms.items()
+                if calls.name in ("", name)
+            ]
+            for trigger, rest in (
+                (f"{CHANNEL}{CALLS} {TO}", " <|constrain|>json"),
+                (f" {TO}", f"{CHANNEL}{CALLS} json"),
+            )
+        }
+        if not free:
+            return {"type": "or", "elements": next(iter(tags.values()))}
+        both = [tag for own in tags.values() for tag in own]
+        return {"type": "triggered_tags", "triggers": list(tags), "tags": both, "stop_after_first": True}
 
     def whole(self, form: dict[str, Any], prompt: str, calls: bool = False) -> dict[str, Any]:
         """An answer in a format, with the reasoning that may stand before it, in the same language.
@@ -87,8 +103,9 @@ class Writing(NamedTuple):
             return form
         begun = self.tags.begun(prompt)
         thoughts = {"type": "tag", "begin": "" if begun else self.tags.begin, "content": ANY, "end": self.tags.end}
-        before = _sequence(thoughts, SPACES)
-        return _sequence(before if begun else {"type": "optional", "content": before}, form)
+        if begun:
+            return _sequence(thoughts, SPACES, form)
+        return _sequence({"type": "optional", "content": _sequence(LINE, thoughts, SPACES)}, form)
 
 
 def _sequence(*elements: dict[str, Any]) -> dict[str, Any]:

@@ -138,8 +138,10 @@ class Reply:
         if self._body.return_token_ids:
             first["token_ids"] = list(delta.tokens)
         pieces = self._choices[index].pieces(delta)
-        if self._body.speculation is not None and self._body.speculation.trace and delta.pieces:
+        if self._body.speculation is not None and self._body.speculation.trace and (pieces or delta.pieces):
             first["pieces"] = self._choices[index].traced(delta)
+            for piece in pieces[1:]:
+                piece["pieces"] = []
         if first:
             pieces = pieces or [self._choices[index].blank()]
             pieces[0] |= first

@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import re
 from collections.abc import Sequence
 from contextlib import suppress
 from copy import deepcopy
@@ -17,6 +18,7 @@ from medusa.serve.api.reasoning import Writing
 from medusa.serve.grammar import Grammars
 from medusa.serve.reading import ENDING, template_of
 
+ALPHANUMERIC = re.compile("[^a-zA-Z0-9]")
 LONGEST_TOKEN = 64
 """Most characters per token of the context; longer texts are refused without encoding."""
 
@@ -72,7 +74,7 @@ class Texts:
         Raises:
             ApiError: There is no template, or it refuses the conversation.
         """
-        said = [_plain(message) for message in messages]
+        said = [_plain(message, self.writing.short_ids) for message in messages]
         self._check_length(sum(len(message["content"]) for message in said), "messages")
         try:
             return render_messages(self.tokenizer, said, self._name, tools, self._options(rendering))
@@ -123,17 +125,20 @@ def described(tools: Sequence[Tool]) -> list[dict[str, Any]]:
     ]
 
 
-def _plain(message: Message) -> dict[str, Any]:
-    """A message in the format of chat templates."""
+def _plain(message: Message, short_ids: bool = False) -> dict[str, Any]:
+    """A message in the format of chat templates; some take ids of calls with nine letters and digits only."""
+    short = (lambda text: ALPHANUMERIC.sub("", text)[-9:].rjust(9, "0")) if short_ids else str
     said: dict[str, Any] = {"role": message.role, "content": text_of(message.content) or message.refusal or ""}
-    for name in ("name", "tool_call_id", "reasoning_content"):
+    for name in ("name", "reasoning_content"):
         if value := getattr(message, name):
             said[name] = value
     if message.reasoning_content and not (message.tool_calls and said["content"]):
         said["thinking"] = message.reasoning_content  # GPT-OSS's template has this name, and not beside both of these
+    if message.tool_call_id:
+        said["tool_call_id"] = short(message.tool_call_id)
     if message.tool_calls:
         said["tool_calls"] = [
-            {"id": call.id, "type": call.type, "function": {"name": call.function.name, "arguments": arguments}}
+            {"id": short(call.id), "type": call.type, "function": {"name": call.function.name, "arguments": arguments}}
             for call in message.tool_calls
             for arguments in [_read(call.function.arguments)]
         ]

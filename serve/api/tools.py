@@ -4,6 +4,8 @@ A call is a JSON object between ``<tool_call>`` tags (Hermes, Qwen and many othe
 follow the schemas of their tools, a grammar enforces it.
 """
 
+import json
+import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -13,6 +15,10 @@ from medusa.serve.api.protocol import ChatRequest
 from medusa.serve.grammar import MOST_SPACES
 
 BEGIN, END = "<tool_call>", "</tool_call>"
+SURROGATE = re.compile("[\ud800-\udfff]")
+"""What JSON can escape and UTF-8 cannot hold."""
+UNREADABLE = (ValueError, TypeError, KeyError, AttributeError, SyntaxError, RecursionError, MemoryError)
+"""What reading a text raises that is no call."""
 
 
 class Calls(NamedTuple):
@@ -94,6 +100,16 @@ def _check_known(chosen: Sequence[Tool], tools: Sequence[Tool]) -> None:
     for tool in chosen:
         if (name := tool.function.name) not in known:
             raise refused(f"tool_choice ({name}) is none of the tools; name one of them", "tool_choice")
+
+
+def as_json(arguments: Any) -> str:
+    """Arguments of a call as JSON.
+
+    Raises:
+        ValueError: They are no JSON, as NaN.
+    """
+    text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    return text if text.isascii() or not SURROGATE.search(text) else json.dumps(arguments)
 
 
 def json_form(schema: dict[str, Any]) -> dict[str, Any]:

@@ -2,40 +2,66 @@
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from medusa.serve.api.messages import Tool
+from medusa.serve.api.tools import as_json
 
-PAIRS = re.compile(r"\s*([\w.-]+)\s*((?:<arg_key>.*?</arg_key>\s*<arg_value>.*?</arg_value>\s*)*)", re.DOTALL)
-PAIR = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
-FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*?)(?:</function>\s*)?", re.DOTALL)
-ARGUMENT = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
-OTHERS = {"anyOf", "oneOf", "allOf", "enum", "const", "$ref"}
-"""Keywords of schemas that say what a value is without a type."""
+# No part of a pattern may stand for what the next one stands for: a model's text must not make it try again and again.
+FUNCTION = re.compile(r"\s*<function=([^>\n]+)>((?:(?!</function>).)*)(</function>)?\s*", re.DOTALL)
+ARGUMENT = re.compile(r"<parameter=([^>\n]+)>\n?((?:(?!<parameter=|</parameter>).)*)</parameter>", re.DOTALL)
+PAIR = re.compile(
+    r"<arg_key>((?:(?!</?arg_key>).)*)</arg_key>\s*<arg_value>((?:(?!</?arg_value>).)*)</arg_value>\s*", re.DOTALL
+)
+NAME = re.compile(r"\s*([\w.-]+)\s*(?=<arg_key>|$)")
 
 
-def read_call(text: str, tools: Sequence[Tool]) -> tuple[str, str] | None:
-    """Name and JSON arguments of a whole call, without the tags around it; None = it is no such call."""
+def read_call(text: str, tools: Sequence[Tool], whole: bool) -> tuple[str, str] | None:
+    """Name and JSON arguments of a call, without the tags around it; None = it is no such call.
+
+    Args:
+        text: The text of the call.
+        tools: The tools of the request.
+        whole: Whether the tag behind the call has been written; without it some arguments may be missing.
+
+    Raises:
+        ValueError, TypeError, AttributeError, RecursionError: An argument or a schema cannot be read.
+    """
     schemas = {tool.function.name: tool.function.parameters or {} for tool in tools}
-    found, each = FUNCTION.fullmatch(text), ARGUMENT
-    if found is None:
-        found, each = PAIRS.fullmatch(text), PAIR
-        if found is None or found[1] not in schemas:
-            return None
-    name = found[1].strip()
-    types = schemas.get(name, {}).get("properties", {})
-    arguments = {key: _typed(value, types.get(key, {})) for key, value in each.findall(found[2])}
-    return name, json.dumps(arguments, ensure_ascii=False)
+    if found := FUNCTION.fullmatch(text):
+        name, given = found[1].strip(), ARGUMENT.findall(found[2])
+        given = [(key, value.removesuffix("\n")) for key, value in given]
+        whole = whole or bool(found[3])
+    elif (head := NAME.match(text)) and head[1] in schemas and PAIR.sub("", text[head.end() :]) == "":
+        name, given = head[1], PAIR.findall(text[head.end() :])
+    else:
+        return None
+    properties = schemas.get(name, {}).get("properties") or {}
+    return (name, as_json({key: _typed(value, properties.get(key) or {}) for key, value in given})) if whole else None
 
 
 def _typed(text: str, schema: Any) -> Any:
-    """A value by its schema: text, or JSON where that is possible and text is not meant."""
-    kinds = schema.get("type", ()) if isinstance(schema, dict) else ()
-    kinds = {kinds} if isinstance(kinds, str) else set(kinds)
-    if "string" in kinds or not (kinds or (isinstance(schema, dict) and schema.keys() & OTHERS)):
+    """A value by its schema: text, or JSON where text is not meant."""
+    kinds = set(_kinds(schema))
+    if text.strip() == "null" and "null" in kinds:
+        return None
+    if "string" in kinds or not kinds:
         return text
     try:
         return json.loads(text)
     except ValueError:
         return text
+
+
+def _kinds(schema: dict[str, Any]) -> Iterator[str]:
+    """Types of the values that a schema allows."""
+    told = schema.get("type", ())
+    yield from [told] if isinstance(told, str) else told
+    for name in ("anyOf", "oneOf"):
+        for each in schema.get(name, ()):
+            yield from _kinds(each)
+    for value in (*schema.get("enum", ()), *([schema["const"]] if "const" in schema else ())):
+        yield "string" if isinstance(value, str) else "null" if value is None else "other"
+    if "$ref" in schema or "allOf" in schema:
+        yield "other"

@@ -158,11 +158,13 @@ class Repl:
                 raise
             interrupted = True
         finally:
-            if not text.endswith("\n"):
+            if self._reasoned and not text:
+                self.terminal.thought("\n")
+            elif not text.endswith("\n"):
                 self.terminal.answer("\n")
         self.outputs.append(stream.output)
         self._status(stream.output, interrupted, settings.seed)
-        return None if interrupted and not text else Turn(message, text)
+        return None if not text and (interrupted or self._reasoned) else Turn(message, text)
 
     def _tell(self, events: Sequence[Event], drafted: bool, before: str) -> str:
         """Show what a piece of the answer says after what was ``before``, and return the part that is no reasoning."""

@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterator
 from medusa.serve.reading.events import Argued, Event, Reader, Reasoned, Said, held
 
 CHANNEL, MESSAGE, ENDS = "<|channel|>", "<|message|>", ("<|end|>", "<|start|>", "<|return|>", "<|call|>")
+TO = "to=functions."
 REASONING, FINAL, CALLS = "analysis", "final", "commentary"
 """Channels."""
 END = re.compile("|".join(map(re.escape, ENDS)))
-NAME, RECIPIENT = re.compile(rf"{re.escape(CHANNEL)}(\w+)"), re.compile(r"to=functions\.([\w.-]+)")
+NAME, RECIPIENT = re.compile(rf"{re.escape(CHANNEL)}(\w+)"), re.compile(rf"{re.escape(TO)}([\w.-]+)")
 
 
 class HarmonyReader(Reader):
@@ -28,20 +29,22 @@ class HarmonyReader(Reader):
         super().__init__()
         self._tools, self._single = tools, single
         self._kind: Callable[[str], Event] = Said
+        self._said = False
 
     def _begin(self, last: bool) -> Iterator[Event]:
-        """The first message; text that does not begin with a channel is for the user."""
-        if not CHANNEL.startswith(self._rest[: len(CHANNEL)]):
+        """The first message; text that does not begin with a channel or a recipient is for the user."""
+        begun = self._rest.lstrip()
+        if not any(first.startswith(begun[: len(first)]) for first in (CHANNEL, TO)):
             self._state = self._body
-        elif self._rest:
+        elif begun:
             yield from self._header(last)
 
     def _header(self, last: bool) -> Iterator[Event]:
         """Channel and recipient of the next message, and the name of its writer."""
-        header, tag, rest = self._rest.partition(MESSAGE)
-        if not tag:
+        if MESSAGE not in self._rest:
             self._state = self._nothing if last else self._state
             return
+        header, _, rest = self._rest.partition(MESSAGE)
         self._rest, self._state = rest, self._body
         channel, recipient = NAME.search(header), RECIPIENT.search(header)
         if recipient and self._tools:
@@ -53,7 +56,9 @@ class HarmonyReader(Reader):
         elif recipient or (channel and channel[1] == REASONING):
             self._kind = Reasoned
         else:
-            self._kind = Said
+            if self._said:
+                yield Said("\n\n")  # what it said before calls, and its answer
+            self._kind, self._said = Said, True
 
     def _body(self, last: bool) -> Iterator[Event]:
         """The text of a message up to the next tag."""

@@ -5,12 +5,15 @@ import json
 import pytest
 
 from medusa.serve.api.call_forms import FORMS
+from medusa.serve.api.messages import Message
 from medusa.serve.api.reasoning import Writing
+from medusa.serve.api.texts import _plain
 from medusa.serve.api.tools import Calls
 from tests.serve.test_reasoning import TOOLS, read
 
 F = '{"name": "f", "arguments": {}}'
 FORM = {form.shown: Writing(form=form) for form in FORMS}
+LFM = {"from": "USD", "a": {"x": True, "y": None}}
 LLAMA, MISTRAL, LFM2, GEMMA = FORM.values()
 
 
@@ -36,6 +39,10 @@ LLAMA, MISTRAL, LFM2, GEMMA = FORM.values()
         (LFM2, '<|tool_call_start|>[{"name": "f", "arguments": {"a": 1}}]<|tool_call_end|>', "", [{"a": 1}]),
         (LFM2, "<|tool_call_start|>[f(1 +]<|tool_call_end|>", "<|tool_call_start|>[f(1 +]<|tool_call_end|>", []),
         (LFM2, "a <|tool", "a <|tool", []),
+        (LFM2, "<|tool_call_start|>[f(from='USD', a={'x': true, 'y': null})]<|tool_call_end|>\n", "", [LFM]),
+        (LFM2, "<|tool_call_start|>[f(1)]<|tool_call_end|>", "<|tool_call_start|>[f(1)]<|tool_call_end|>", []),
+        (GEMMA, "<|tool_call>call:f{a:None}<tool_call|>", "", [{"a": None}]),
+        (LLAMA, "<html> text", "<html> text", []),
         (GEMMA, '<|tool_call>call:f{a:1,b:<|"|>x, y:{z}<|"|>}<tool_call|>', "", [{"a": 1, "b": "x, y:{z}"}]),
         (GEMMA, "<|tool_call>call:f{c:[true,{k:null}]}<tool_call|>", "", [{"c": [True, {"k": None}]}]),
         (GEMMA, "<|tool_call>call:f{a:}<tool_call|>", "<|tool_call>call:f{a:}<tool_call|>", []),
@@ -56,3 +63,17 @@ def test_forms_are_found_in_templates_and_need_their_tags():
         assert (writing.form, writing.tagged) == (form, False)
         assert (writing.needs_special_tokens(Calls(TOOLS)), writing.needs_special_tokens(Calls())) == (True, False)
     assert Writing.of("<tool_call>").form is None
+
+
+def test_an_answer_of_llama_that_is_no_call_streams():
+    reader = LLAMA.reader(Calls(TOOLS), "")
+    assert [event.text for piece in ("<", "html>", " text") for event in reader.read(piece)] == ["<html>", " text"]
+
+
+def test_ids_are_as_short_as_mistral_s_templates_want_them():
+    call = {"id": "call_0123456789abcdef", "function": {"name": "f", "arguments": "{}"}}
+    message = Message(role="assistant", tool_calls=[call])
+    answer = Message(role="tool", content="4", tool_call_id=call["id"])
+    assert (MISTRAL.short_ids, LLAMA.short_ids) == (True, False)
+    assert _plain(message, True)["tool_calls"][0]["id"] == _plain(answer, True)["tool_call_id"] == "789abcdef"
+    assert _plain(message)["tool_calls"][0]["id"] == _plain(answer)["tool_call_id"] == call["id"]

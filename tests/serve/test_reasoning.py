@@ -2,12 +2,15 @@
 
 import copy
 import json
+import time
 
 import pytest
 
 from medusa import BaseModel, MedusaModel
 from medusa.serve.api import reasoning
+from medusa.serve.api.call_forms import FORMS
 from medusa.serve.api.messages import Message, Tool
+from medusa.serve.api.output_items import OutputItems
 from medusa.serve.api.reasoning import Writing
 from medusa.serve.api.texts import _plain
 from medusa.serve.api.tools import Calls
@@ -90,6 +93,14 @@ def test_other_models_have_other_tags(size):
             [("f", '{"a": 1}')],
         ),
         ("<|start|>assistant to=functions.f<|channel|>commentary json<|message|>{}", "", "", [("f", "{}")]),
+        (" to=functions.f<|channel|>commentary json<|message|>{}<|call|>", "", "", [("f", "{}")]),
+        ("to be, or", "", "to be, or", []),
+        (
+            "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant<|channel|>final<|message|>Yes",
+            "",
+            "I look.\n\nYes",
+            [],
+        ),
         ("<|channel|>analysis<|message|>cut <|en", "cut <|en", "", []),
         ("<|channel|>anal", "", "", []),
     ],
@@ -136,6 +147,69 @@ def test_calls_may_have_a_tag_for_each_argument(text, arguments, size):
     thoughts, said, called = read(Writing(), f"So:\n<tool_call>\n{text}\n</tool_call>\n", size=size)
     assert (thoughts, said, [name for name, _ in called]) == ("", "So:", ["f"])
     assert json.loads(called[0][1]) == arguments
+
+
+def test_values_are_of_the_types_that_a_schema_allows():
+    either = {"anyOf": [{"type": "string"}, {"type": "null"}]}
+    odd = {"a": either, "b": {"enum": ["1", "2"]}, "c": {"type": ["integer", "null"]}, "d": {"$ref": "#/x"}, "e": None}
+    values = {"a": "null", "b": "1", "c": "null", "d": "1", "e": "1"}
+    as_text = "".join(f"<parameter={name}>\n{value}\n</parameter>" for name, value in values.items())
+    for properties, wanted in ((odd, {"a": None, "b": "1", "c": None, "d": 1, "e": "1"}), (None, values)):
+        tool = Tool(type="function", function={"name": "f", "parameters": {"properties": properties}})
+        text = f"<tool_call><function=f>{as_text}</function></tool_call>"
+        ((_, arguments),) = read(Writing(), text, calls=Calls([tool]))[2]
+        assert json.loads(arguments) == wanted
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<function=f>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\ncut he",
+        "f\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>",
+        "f",
+    ],
+)
+def test_a_call_that_was_cut_off_is_none(text):
+    assert read(Writing(), f"<tool_call>{text}") == ("", f"<tool_call>{text}", [])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "f" + "<arg_key>a</arg_key><arg_value>1</arg_value>" * 3000 + "x",
+        "f" + "<arg_key>a</arg_key><arg_value>" * 5000,
+        "<function=f>" + "<parameter=a>" * 8000,
+        "<function=f><parameter=c>" + "[" * 5000 + "</parameter></function>",
+        "[" * 5000,
+        '{"name": "f", "arguments": NaN}',
+        " " * 100_000,
+    ],
+)
+def test_hostile_texts_are_no_calls_and_take_no_time(text):
+    begin = time.perf_counter()
+    _, _, called = read(Writing(), f"<tool_call>{text}</tool_call>")
+    for _, arguments in called:
+        json.loads(arguments)
+    for form in FORMS:
+        read(Writing(form=form), f"{form.begin}{text}{form.end}")
+    assert time.perf_counter() - begin < 5
+
+
+def test_letters_that_utf_8_cannot_hold_are_escaped():
+    for text in ('{"name": "f", "arguments": {"b": "\\ud800"}}', '{"name": "f", "arguments": "\\ud800"}'):
+        ((_, arguments),) = read(Writing(), f"<tool_call>[{text}]</tool_call>".replace("[", "").replace("]", ""))[2]
+        arguments.encode()
+
+
+def test_log_probabilities_are_those_of_the_answer():
+    items, likely = OutputItems(), [{"token": "hm"}, {"token": "Yes"}]
+    list(items.grow([Reasoned("h")], likely[:1]))
+    list(items.grow([Reasoned("m"), Said("Yes")], likely))
+    assert items.items[1]["content"][0]["logprobs"] == likely
+    cut = OutputItems()
+    list(cut.grow([Reasoned("h")]))
+    list(cut.end("incomplete"))
+    assert [item["status"] for item in cut.items] == ["incomplete", "incomplete"]
 
 
 def test_templates_show_how_a_model_writes():
@@ -204,6 +278,27 @@ def test_a_format_follows_the_reasoning(speaks):
     with speaks(SAY + "<think>\n\n</think>\n\n") as live:
         said = ask(live, extra_body={"response_format": GRAMMAR}).choices[0].message
         assert (getattr(said, "reasoning_content", None), said.content) == (None, "hi")
+
+
+def test_json_stays_valid_behind_reasoning(speaks, tokenizer):
+    """A string of limited length could hold a tab in XGrammar's own rules."""
+    schema = {
+        "type": "object",
+        "properties": {"s": {"type": "string", "minLength": 3, "maxLength": 6}},
+        "required": ["s"],
+    }
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema | {"additionalProperties": False}}}
+    with speaks(SAY + "<think>\n{# </think> #}") as live:
+        more = {"response_format": form, "logit_bias": {str(tokenizer("\t").input_ids[0]): 50}}
+        assert json.loads(ask(live, extra_body=more).choices[0].message.content)["s"]
+
+
+def test_traces_are_those_of_the_answer(speaks):
+    with speaks(SAY + "<think>\n{# </think> #}") as live:
+        more = {"response_format": GRAMMAR, "speculation": {"trace": True}}
+        choices = [chunk.choices[0] for chunk in ask(live, stream=True, extra_body=more) if chunk.choices]
+        assert "".join(text for choice in choices for text, _ in getattr(choice, "pieces", ())) == "hi"
+        assert all(hasattr(choice, "pieces") for choice in choices if choice.delta.content)
 
 
 def test_a_model_may_reason_or_not_before_a_format(speaks, tokenizer):
