@@ -17,7 +17,8 @@ PARTS = [
     "\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>", "<|channel|>", "<|message|>", "analysis", "final", "commentary",
     " to=functions.f", " <|constrain|>json", "<|end|>", "<|start|>", "assistant", "<|return|>", "<|call|>", "<|",
     "<|channel>thought", "<channel|>", "<|tool_call>", "<tool_call|>", "call:f{a:1}", 'call:f{b:<|"|>x<|"|>}',
-    "[THINK]", "[/THINK]", "[TOOL_CALLS]", "[ARGS]", '[{"name":"f","arguments":{}}]', "f[ARGS]{}", "[TOOL", "<|tool_call_start|>",
+    "[THINK]", "[/THINK]",
+    "[TOOL_CALLS]", "[ARGS]", '[{"name":"f","arguments":{}}]', "f[ARGS]{}", "[TOOL", "<|tool_call_start|>",
     "<|tool_call_end|>", "[f(a=1)]", "<|python_tag|>", '{"name":"f","parameters":{}}',
 ]  # fmt: skip
 WRITINGS = [
