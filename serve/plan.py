@@ -67,14 +67,13 @@ def show_plan(args: argparse.Namespace) -> int:
     shape = read_shape(config, dtype, args.int8)
     on_gpu = args.device_memory is not None
     packs = not on_gpu and not merged and (args.int8 or packing_pays())
+    held = gguf_convert.held_bytes(file) if file and packs and dtype in (None, DTYPE) else 0
     if not on_gpu and groupwise.reads(config):
         bits = groupwise.held_bits(config, dtype) if packs else None
         shape = replace(shape, bits=bits or 8 * (1 if args.int8 else shape.itemsize))
         if bits and groupwise.of_experts(config):
             held = mx_experts.held_bytes(shape.weights, shape.expert_weights)
-            shape = replace(shape, held=held, bits=round(8 * held / shape.weights))
-    if file and packs and dtype in (None, DTYPE):
-        held = gguf_convert.held_bytes(file)
+    if held:
         shape = replace(shape, held=held, bits=round(8 * held / shape.weights))
     memory = args.device_memory or machine_memory()
     limits = engine_limits(from_flags(EngineSettings, args), recorded=on_gpu and not args.no_graph)

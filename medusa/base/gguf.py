@@ -10,7 +10,6 @@ import glob
 import hashlib
 import json
 import logging
-from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -142,7 +141,7 @@ def load(directory: str | Path, dtype: "torch.dtype", expand: bool) -> "PreTrain
     from transformers.initialization import no_init_weights
 
     from medusa.base.gguf_reading import tensors_of
-    from medusa.cpu.experts import PackedExperts, are_known, in_order
+    from medusa.cpu.experts import are_known, in_order, set_packed
     from medusa.cpu.packed import Packed, PackedEmbedding, PackedLinear
 
     directory = Path(directory)
@@ -157,22 +156,19 @@ def load(directory: str | Path, dtype: "torch.dtype", expand: bool) -> "PreTrain
         raise ValueError(f"converted weights ({directory}) lack {min(missing)}; remove that directory and load again")
     for name in tensors.keys() - packings.keys():
         _set(model, name, tensors[name].to(dtype))
-    experts = defaultdict[str, dict[str, Packed]](dict)
+    kept = dict[str, Packed]()
     for name, packing in packings.items():
         (path, _, own), packed = name.rpartition("."), Packed(tensors[name], *packing)
         module = model.get_submodule(path)
         scale = getattr(module, "embed_scale", None)
-        if not expand and isinstance(module, nn.Linear):
-            model.set_submodule(path, PackedLinear(packed, module.bias))
+        if not expand and (isinstance(module, nn.Linear) or (are_known(module) and in_order(module))):
+            kept[name] = packed
         elif not expand and (type(module) is nn.Embedding or isinstance(scale, Tensor)):
             model.set_submodule(path, PackedEmbedding(packed, None if scale is None else scale.to(dtype)))
-        elif not expand and are_known(module) and in_order(module):
-            experts[path][own] = packed
         else:
             shape = getattr(module, own).shape
             _set(model, name, packed.expand().view(shape).to(dtype))
-    for path, parts in experts.items():
-        model.set_submodule(path, PackedExperts.of(model.get_submodule(path), parts))
+    set_packed(model, kept)
     embeddings = model.get_input_embeddings()
     if config.tie_word_embeddings and isinstance(embeddings, PackedEmbedding):
         model.set_output_embeddings(PackedLinear(embeddings.packed))

@@ -5,15 +5,15 @@ changes is applied to one tensor at a time, in float32.
 """
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig
-from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+from medusa.base.stored_names import Steps, changed
 
 
-class Changes:
+class Changes(Steps):
     """The changes of one family.
 
     Args:
@@ -24,10 +24,7 @@ class Changes:
     def __init__(self, family: str, config: PretrainedConfig) -> None:
         from transformers.integrations.gguf.utils import get_gguf_conversion_mapping
 
-        steps = get_gguf_conversion_mapping(family, config)
-        self._renamings = [step for step in steps if isinstance(step, WeightRenaming)]
-        self._converters = [step for step in steps if isinstance(step, WeightConverter)]
-        self._by_pattern = {pattern: step for step in self._converters for pattern in step.source_patterns}
+        super().__init__(get_gguf_conversion_mapping(family, config))
 
     @staticmethod
     def known(family: str) -> bool:
@@ -38,25 +35,15 @@ class Changes:
 
     def name(self, stored: str) -> str:
         """The model's name for a tensor of the file."""
-        return self._find(stored)[0]
+        return self.find(stored)[0]
 
     def values(self, stored: Mapping[str, Tensor]) -> Tensor:
         """The model's values, from those of the file in float32; of several tensors if they become one."""
-        found = {self._find(name): tensor for name, tensor in stored.items()}
-        (name, _, step), *_ = found
-        tensors = {pattern or name: tensor for (_, pattern, _), tensor in found.items()}
-        for change in () if step is None else step.operations:
-            sources = step.source_patterns if len(tensors) > 1 else list(tensors)
-            tensors = change.convert(tensors, source_patterns=sources, target_patterns=[name])
-        (tensor,) = tensors.values()
-        return tensor
+        found = {self.find(name): tensor for name, tensor in stored.items()}
+        (name, _, change), *_ = found
+        return changed(change, {pattern or name: tensor for (_, pattern, _), tensor in found.items()}, name)
 
     def rows(self, stored: str, shape: tuple[int, ...]) -> Tensor:
         """int64 [O]: where the model's rows stand in a matrix [O, I] of the file, if only rows change places."""
         places = torch.arange(shape[0])[:, None].expand(shape)
         return self.values({stored: places})[:, 0].clone()
-
-    def _find(self, stored: str) -> tuple[str, str | None, Any]:
-        """The model's name for a tensor of the file, and the pattern and the change that meet it."""
-        name, pattern = rename_source_key(stored, self._renamings, self._converters)
-        return name, pattern, self._by_pattern.get(pattern)

@@ -26,8 +26,8 @@ from transformers.initialization import no_init_weights
 from medusa.base import mx_experts
 from medusa.base.group_layouts import LAYOUTS, Grouped, Layout, bits_and_sizes, read_layer
 from medusa.base.stored_names import Places
-from medusa.cpu.experts import PackedExperts, have_known_form, in_order
-from medusa.cpu.packed import PANEL, Packed, PackedLinear
+from medusa.cpu.experts import have_known_form, in_order, set_packed
+from medusa.cpu.packed import PANEL, Packed
 
 logger = logging.getLogger(__name__)
 
@@ -114,7 +114,7 @@ def load(name: str, config: Any, dtype: torch.dtype, pack: bool) -> PreTrainedMo
             expanded, packed = _layers(layout, stored, layers, model, dtype, pack, told)
         plain_state = _plain({key: file for key, file in stored.items() if key not in parts}, model, dtype)
     _fill(model, plain_state | expanded, packed)
-    _set_packed(model, packed)
+    set_packed(model, packed)
     counts = len(packed), len(expanded)
     logger.info("base %s: %s, %d layers kept packed, %d expanded", name, describe(config), *counts)
     if (directory / "generation_config.json").is_file():
@@ -202,20 +202,6 @@ def _by_name(model: PreTrainedModel, layers: Collection[str]) -> dict[str, dict[
         place = places.of(f"{path}.weight")
         found[place.name][place.order] = path
     return found
-
-
-def _set_packed(model: PreTrainedModel, packed: Mapping[str, Packed]) -> None:
-    """Let layers with packed weights compute with them."""
-    owners = defaultdict[str, dict[str, Packed]](dict)
-    for name, kept in packed.items():
-        path, _, own = name.rpartition(".")
-        owners[path][own] = kept
-    for path, parts in owners.items():
-        module: Any = model.get_submodule(path)
-        linear = isinstance(module, nn.Linear)
-        model.set_submodule(
-            path, PackedLinear(parts["weight"], module.bias) if linear else PackedExperts.of(module, parts)
-        )
 
 
 def _owner(model: PreTrainedModel, name: str, paths: Mapping[tuple[int, int], str]) -> tuple[nn.Module, torch.Size]:

@@ -5,9 +5,9 @@ import json
 import keyword
 import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from medusa.serve.api.tools import SURROGATE, UNREADABLE, Calls, as_json
+from medusa.serve.api.tools import UNREADABLE, Calls, as_json, named_call
 from medusa.serve.reading.events import Argued, Event, Reader, Said, held
 
 Call = tuple[str, str]
@@ -38,7 +38,7 @@ def _mistral(text: str) -> list[Call]:
     """``[{"name": .., "arguments": {..}}]``, or ``NAME[ARGS]{..}``, with an id before the arguments."""
     name, tag, arguments = text.partition("[ARGS]")
     if not tag:
-        return [_named(call) for call in json.loads(text)]
+        return [named_call(call) for call in json.loads(text)]
     return [(name.partition("[")[0].strip(), as_json(json.loads(arguments)))]
 
 
@@ -48,7 +48,7 @@ def _llama(text: str) -> list[Call]:
     rest = text.strip().removeprefix(PYTHON).strip()
     while rest:
         call, size = decoder.raw_decode(rest)
-        found.append(_named(call))
+        found.append(named_call(call))
         rest = rest[size:].lstrip("; \n")
     return found
 
@@ -58,7 +58,7 @@ def _pythonic(text: str) -> list[Call]:
     found, text = list[Call](), RESERVED.sub(rf"\g<0>{MARK}", text.strip())
     for call in _JsonNames().visit(ast.parse(text, mode="eval")).body.elts:
         if not isinstance(call, ast.Call):
-            found.append(_named(json.loads(ast.get_source_segment(text, call) or "")))
+            found.append(named_call(json.loads(ast.get_source_segment(text, call) or "")))
         elif call.args or not all(one.arg for one in call.keywords):
             raise ValueError(f"an argument has no name: {text}")
         else:
@@ -85,11 +85,6 @@ def _gemma(text: str) -> list[Call]:
     parts[::2] = [re.sub(r"([:,\[]\s*)None\b", r"\1null", part) for part in parts[::2]]
     parts[1::2] = [json.dumps(part) for part in parts[1::2]]
     return [(found[1], as_json(json.loads("".join(parts))))]
-
-
-def _named(call: Any) -> Call:
-    arguments = call["parameters"] if "parameters" in call else call.get("arguments", {})
-    return str(call["name"]), SURROGATE.sub("?", arguments) if isinstance(arguments, str) else as_json(arguments)
 
 
 MISTRAL = CallForm("[TOOL_CALLS]", "[TOOL_CALLS]", "", _mistral)

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator
 from contextlib import suppress
 
-from medusa.serve.api.tools import BEGIN, END, SURROGATE, UNREADABLE, Calls, as_json
+from medusa.serve.api.tools import BEGIN, END, UNREADABLE, Calls, named_call
 from medusa.serve.api.xml_calls import read_call
 from medusa.serve.reading.events import Argued, Event, Reader, Said, held
 
@@ -74,10 +74,10 @@ class CallReader(Reader):
 
     def _found(self, text: str, whole: bool) -> tuple[str, str] | None:
         """Name and arguments of a call whose last tag has been written or not; None = it is none."""
-        for read in (_parsed, lambda text: read_call(text, self._calls.tools, whole)):
-            with suppress(*UNREADABLE):
-                if found := read(text):
-                    return found
+        with suppress(*UNREADABLE):
+            return named_call(json.loads(text))
+        with suppress(*UNREADABLE):
+            return read_call(text, self._calls.tools, whole)
         return None
 
     def _arguments(self, last: bool) -> Iterator[Event]:
@@ -105,10 +105,3 @@ class CallReader(Reader):
         """The text after a call."""
         self._state = self._nothing if self._calls.single else self._text
         yield from ()
-
-
-def _parsed(text: str) -> tuple[str, str] | None:
-    """Name and arguments of a complete call."""
-    found = json.loads(text)
-    name, arguments = found["name"], found.get("arguments", found.get("parameters", {}))
-    return str(name), SURROGATE.sub("?", arguments) if isinstance(arguments, str) else as_json(arguments)

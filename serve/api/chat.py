@@ -28,15 +28,17 @@ async def chat(service: Service, body: ChatRequest, client: str) -> Reply:
         ApiError: The request cannot be served.
     """
     calls = calls_of(body)
-    requests = await asked(service, body, calls, client)
-    readers = [await reader_of(service, calls, request) for request in requests]
-    reasons = body.include_reasoning is not False
-    choices = [_Message(calls, reader, Logprobs(service.texts.token, top_of(body)), reasons) for reader in readers]
+    requests, ending = await asked(service, body, calls, client)
+    texts, reasons = service.texts, body.include_reasoning is not False
+    choices = [
+        _Message(calls, texts.writing.reader(calls, ending), Logprobs(texts.token, top_of(body)), reasons)
+        for _ in requests
+    ]
     return Reply(service, body, KIND, choices, await service.start(requests))
 
 
-async def asked(service: Service, body: ChatRequest, calls: Calls, client: str) -> list[Asked]:
-    """The requests for the engine.
+async def asked(service: Service, body: ChatRequest, calls: Calls, client: str) -> tuple[list[Asked], str]:
+    """The requests for the engine, and the end of their prompt, by which answers are read.
 
     Raises:
         ApiError: The request cannot be served.
@@ -57,13 +59,7 @@ async def asked(service: Service, body: ChatRequest, calls: Calls, client: str) 
     longest = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     tagged = texts.writing.needs_special_tokens(calls)
     wanted = Wanted([prompt], longest, top_of(body), tagged=tagged, constraint=constraint, predicted=predicted)
-    return ask(service, body, wanted, client)
-
-
-async def reader_of(service: Service, calls: Calls, request: Asked) -> Reader:
-    """Reads the answer to a request."""
-    texts = service.texts
-    return texts.writing.reader(calls, await service.aside(texts.ending, request.prompt))
+    return ask(service, body, wanted, client), ending
 
 
 def top_of(body: ChatRequest) -> int | None:

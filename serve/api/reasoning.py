@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 from medusa.serve.api.call_forms import MISTRAL, BlockReader, CallForm, form_of
 from medusa.serve.api.calls import CallReader
 from medusa.serve.api.tools import Calls, json_form, parameters
-from medusa.serve.reading import is_harmony, needs_special_tokens, tags_of
+from medusa.serve.reading import is_harmony, tags_of
 from medusa.serve.reading.events import Reader
 from medusa.serve.reading.harmony import CALLS, CHANNEL, ENDS, FINAL, MESSAGE, REASONING, TO, HarmonyReader
 from medusa.serve.reading.thoughts import Tags, ThoughtReader
@@ -24,14 +24,12 @@ class Writing(NamedTuple):
         tags: Those around the reasoning that it may write before it answers; None = it writes none.
         harmony: It writes messages on channels (GPT-OSS).
         xml: Calls have a tag for each argument (Qwen 3.5 and Qwen's coders).
-        tagged: Answers are read by special tokens, which the text has to contain.
         form: The form of calls if it is another one than those between ``<tool_call>`` tags.
     """
 
     tags: Tags | None = None
     harmony: bool = False
     xml: bool = False
-    tagged: bool = False
     form: CallForm | None = None
 
     @classmethod
@@ -39,7 +37,12 @@ class Writing(NamedTuple):
         """The way that a chat template shows."""
         xml = "<function=" in template
         form = None if is_harmony(template) else form_of(template)
-        return cls(tags_of(template), is_harmony(template), xml, needs_special_tokens(template), form)
+        return cls(tags_of(template), is_harmony(template), xml, form)
+
+    @property
+    def tagged(self) -> bool:
+        """Whether answers are read by special tokens, which the text has to contain."""
+        return self.harmony or (self.tags is not None and self.tags.special)
 
     @property
     def short_ids(self) -> bool:

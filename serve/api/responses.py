@@ -11,7 +11,7 @@ from uuid import uuid4
 from fastapi.responses import StreamingResponse
 
 from medusa.engine.output import FinishReason
-from medusa.serve.api.chat import asked, reader_of, top_of
+from medusa.serve.api.chat import asked, top_of
 from medusa.serve.api.errors import ApiError, as_api_error
 from medusa.serve.api.items import ResponsesRequest
 from medusa.serve.api.logprobs import Logprobs
@@ -37,11 +37,11 @@ async def respond(service: Service, body: ResponsesRequest, client: str) -> "Res
     chat = body.chat()
     try:
         calls = calls_of(chat)
-        (request,) = await asked(service, chat, calls, client)
+        (request,), ending = await asked(service, chat, calls, client)
     except ApiError as error:
         raise _in_its_words(error) from error
-    reader = await reader_of(service, calls, request)
     (ticket,) = await service.start([request])
+    reader = service.texts.writing.reader(calls, ending)
     metrics, logprobs = wants_metrics(service, body), Logprobs(service.texts.token, top_of(chat))
     return ResponseReply(body, ticket, reader, logprobs, metrics)
 

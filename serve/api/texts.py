@@ -103,7 +103,7 @@ class Texts:
         if begun and rendering.add_generation_prompt and "add_generation_prompt" in rendering.model_fields_set:
             message = "continue_final_message and add_generation_prompt exclude each other; set one of them"
             raise refused(message, "continue_final_message")
-        values = dict(rendering.chat_template_kwargs or {})
+        values = rendering.chat_template_kwargs or {}
         if taken := values.keys() & inspect.signature(self.tokenizer.apply_chat_template).parameters.keys():
             raise refused(f"chat_template_kwargs ({min(taken)}) is no value of a template; leave it out")
         if effort := rendering.reasoning_effort:

@@ -112,6 +112,16 @@ def as_json(arguments: Any) -> str:
     return text if text.isascii() or not SURROGATE.search(text) else json.dumps(arguments)
 
 
+def named_call(found: Any) -> tuple[str, str]:
+    """Name and JSON arguments of a call in JSON; some models call arguments parameters.
+
+    Raises:
+        ValueError, TypeError, KeyError, AttributeError: It is no call.
+    """
+    arguments = found.get("arguments", found.get("parameters", {}))
+    return str(found["name"]), SURROGATE.sub("?", arguments) if isinstance(arguments, str) else as_json(arguments)
+
+
 def json_form(schema: dict[str, Any]) -> dict[str, Any]:
     """JSON that follows a schema, in XGrammar's language of structural tags."""
     return {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": MOST_SPACES}

@@ -3,8 +3,11 @@
 import torch
 from torch import nn
 
-from medusa.cpu.native import NativeLinear, has_tiles
+from medusa import BaseModel, HeadsConfig, MedusaModel, build_heads
+from medusa.cpu.experts import use_experts
+from medusa.cpu.native import NativeLinear, has_tiles, use_kernels
 from medusa.cpu.packed import PackedLinear
+from medusa.loading.self_test import choose_decoding, fuse
 
 
 def same(ours, theirs, error=0.05):
@@ -12,6 +15,17 @@ def same(ours, theirs, error=0.05):
     rounded to bfloat16, and results are near."""
     ours, theirs = ours.float(), theirs.float()
     return torch.equal(ours, theirs) if has_tiles() else (ours - theirs).norm() < error * theirs.norm()
+
+
+def with_heads(model, tokenizer):
+    """A model of bfloat16 as it is decoded, with random heads."""
+    use_kernels(model)
+    use_experts(model)
+    base = fuse(choose_decoding(BaseModel(model, tokenizer)))
+    torch.manual_seed(1)
+    heads = build_heads(HeadsConfig(base.hidden_size, base.vocab_size, 3)).bfloat16()
+    heads.init_from_base(base.lm_head_weight)
+    return MedusaModel(base, heads)
 
 
 def check_sums(packed, weight):

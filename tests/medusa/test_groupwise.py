@@ -10,17 +10,17 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from medusa import BaseModel, HeadsConfig, MedusaModel, build_heads
+from medusa import BaseModel, MedusaModel
 from medusa.base import groupwise
 from medusa.base.group_layouts import LAYOUTS, Grouped, Layout, read_layer
-from medusa.cpu.native import available, has_tiles, packing_pays, use_kernels
+from medusa.cpu.native import available, has_tiles, packing_pays
 from medusa.cpu.packed import Packed, PackedLinear
-from medusa.loading.self_test import choose_decoding, fuse
+from medusa.loading.self_test import choose_decoding
 from medusa.sampling import SamplingParams, Speculation
 from medusa.serve.model_options import describe
 from medusa.serve.server import main
 from tests.medusa.grouped import CASES, EXPANDED, defined, layer, scales, scheme, words
-from tests.medusa.packed_sums import check_sums, same
+from tests.medusa.packed_sums import check_sums, same, with_heads
 
 HIDDEN, INNER = 256, 512
 LAYERS = {"self_attn": ["q_proj", "k_proj", "v_proj", "o_proj"], "mlp": ["gate_proj", "up_proj", "down_proj"]}
@@ -109,16 +109,8 @@ def pair(request, checkpoint):
     if not available():
         pytest.skip("no C++ kernels on this machine")
     directory, _ = checkpoint(request.param)
-    tokenizer, models = AutoTokenizer.from_pretrained(directory), []
-    for pack in (True, False):
-        model = read(directory, torch.bfloat16, pack)
-        use_kernels(model)
-        base = fuse(choose_decoding(BaseModel(model, tokenizer)))
-        torch.manual_seed(1)
-        heads = build_heads(HeadsConfig(HIDDEN, base.vocab_size, 3)).bfloat16()
-        heads.init_from_base(base.lm_head_weight)
-        models.append(MedusaModel(base, heads))
-    return models
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    return [with_heads(read(directory, torch.bfloat16, pack), tokenizer) for pack in (True, False)]
 
 
 def test_logits_are_those_of_the_expanded_base(pair):

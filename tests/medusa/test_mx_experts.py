@@ -7,16 +7,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from medusa import BaseModel, HeadsConfig, MedusaModel, build_heads
+from medusa import BaseModel
 from medusa.base import groupwise
 from medusa.base.mx_experts import BITS
 from medusa.cpu.experts import use_experts
 from medusa.cpu.int8 import round_linears
-from medusa.cpu.native import available, has_tiles, packing_pays, use_kernels
-from medusa.loading.self_test import choose_decoding, fuse
+from medusa.cpu.native import available, has_tiles, packing_pays
 from medusa.sampling import SamplingParams, Speculation
 from medusa.serve.server import main
-from tests.medusa.packed_sums import same
+from tests.medusa.packed_sums import same, with_heads
 from tests.medusa.test_conformance import config_of
 
 HIDDEN, INNER, EXPERTS = 64, 96, 4
@@ -84,13 +83,7 @@ def test_texts_are_those_of_the_base(directory, int8):
         model = read(directory, pack)
         if int8:
             round_linears(model, output=model.get_output_embeddings())
-        use_kernels(model)
-        use_experts(model)
-        base = fuse(choose_decoding(BaseModel(model, tokenizer)))
-        torch.manual_seed(1)
-        heads = build_heads(HeadsConfig(HIDDEN, base.vocab_size, 3)).bfloat16()
-        heads.init_from_base(base.lm_head_weight)
-        models.append(MedusaModel(base, heads))
+        models.append(with_heads(model, tokenizer))
     assert [model.base.fused for model in models] == [True, True]
     for temperature, nodes in ((0.0, 6), (0.9, 6)):
         sampling = SamplingParams(max_new_tokens=20, temperature=temperature, seed=3, ignore_eos=True)

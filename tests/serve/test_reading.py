@@ -22,7 +22,7 @@ PARTS = [
     "<|tool_call_end|>", "[f(a=1)]", "<|python_tag|>", '{"name":"f","parameters":{}}',
 ]  # fmt: skip
 WRITINGS = [
-    Writing(), Writing(xml=True), Writing(harmony=True, tagged=True), *map(Writing, KNOWN),
+    Writing(), Writing(xml=True), Writing(harmony=True), *map(Writing, KNOWN),
     *(Writing(tags, form=form) for form in FORMS for tags in (None, *KNOWN)),
 ]  # fmt: skip
 RULES = [

@@ -20,7 +20,7 @@ from tests.serve.live import serving
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "string"}, "c": {"type": "array"}}}
 TOOLS = [Tool(type="function", function={"name": "f", "parameters": SCHEMA})]
-THINKS, HARMONY = Writing(KNOWN[0]), Writing(harmony=True, tagged=True)
+THINKS, HARMONY = Writing(KNOWN[0]), Writing(harmony=True)
 TO_F = "<|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>"
 MESSAGES = "<|channel|>analysis<|message|>Hm<|end|><|start|>assistant<|channel|>commentary<|message|>I look.<|end|>"
 SAY = "{% if tools %}T{% endif %}{% for message in messages %}{{ message.content }}{% endfor %}"
