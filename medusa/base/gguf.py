@@ -1,7 +1,7 @@
 """GGUF files as bases: each is converted once, through transformers and ``gguf``, to the layout of the kernels.
 
 The result is a directory with config, tokenizer and ``WEIGHTS``. A matrix stays packed (``medusa.cpu.packed``) if the
-kernels support its type and its expansion equals transformers' result; all other tensors are stored expanded.
+kernels support its type and its rows are rows of the file; all other tensors are stored expanded.
 """
 
 import errno
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 WEIGHTS = "packed*.safetensors"
 """Pattern of the files with packed weights in a directory."""
-LAYOUT = 7
+LAYOUT = 8
 """Version of the directory layout; directories of other versions are not touched."""
 EXPANDED = "-expanded"
 """Suffix of the directory with expanded weights; see ``expanded``."""
@@ -141,7 +141,7 @@ def load(directory: str | Path, dtype: "torch.dtype", expand: bool) -> "PreTrain
     from transformers.initialization import no_init_weights
 
     from medusa.base.gguf_reading import tensors_of
-    from medusa.cpu.experts import are_known, in_order, set_packed
+    from medusa.cpu.experts import are_known, in_own_order, set_packed, shape_in_order
     from medusa.cpu.packed import Packed, PackedEmbedding, PackedLinear
 
     directory = Path(directory)
@@ -155,19 +155,20 @@ def load(directory: str | Path, dtype: "torch.dtype", expand: bool) -> "PreTrain
     if missing := tensors_of(model).keys() - tensors.keys():
         raise ValueError(f"converted weights ({directory}) lack {min(missing)}; remove that directory and load again")
     for name in tensors.keys() - packings.keys():
-        _set(model, name, tensors[name].to(dtype))
+        path, _, own = name.rpartition(".")
+        _set(model, name, in_own_order(model.get_submodule(path), own, tensors[name]).to(dtype))
     kept = dict[str, Packed]()
     for name, packing in packings.items():
         (path, _, own), packed = name.rpartition("."), Packed(tensors[name], *packing)
         module = model.get_submodule(path)
         scale = getattr(module, "embed_scale", None)
-        if not expand and (isinstance(module, nn.Linear) or (are_known(module) and in_order(module))):
+        if not expand and (isinstance(module, nn.Linear) or are_known(module)):
             kept[name] = packed
         elif not expand and (type(module) is nn.Embedding or isinstance(scale, Tensor)):
             model.set_submodule(path, PackedEmbedding(packed, None if scale is None else scale.to(dtype)))
         else:
-            shape = getattr(module, own).shape
-            _set(model, name, packed.expand().view(shape).to(dtype))
+            whole = packed.expand().view(shape_in_order(module, own))
+            _set(model, name, in_own_order(module, own, whole).to(dtype))
     set_packed(model, kept)
     embeddings = model.get_input_embeddings()
     if config.tie_word_embeddings and isinstance(embeddings, PackedEmbedding):

@@ -1,13 +1,10 @@
 """Conversion of a GGUF file to the directory of a base; at most the largest tensor is in memory in float32."""
 
-import functools
-import inspect
 import json
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from itertools import permutations
 from math import prod
 from pathlib import Path
 
@@ -30,36 +27,29 @@ SHARD = 2**30
 """Bytes of weights after which a new file begins."""
 
 
-def convert(file: Path, directory: Path, expanded: bool = False) -> str:
+def convert(file: Path, directory: Path) -> str:
     """Convert a GGUF file to the directory of a base.
 
     Args:
         file: The GGUF file.
         directory: The new directory; it must not exist. After an error it is incomplete.
-        expanded: Also write the expanded model, for readers without packed weights; the whole model is in memory then.
 
     Returns:
         A description of the weights.
 
     Raises:
         OSError: The directory cannot be written.
-        ValueError: The file is damaged, transformers cannot read its family, or the package ``gguf`` is missing.
+        ValueError: The file is damaged, its family is not known, or the package ``gguf`` is missing.
     """
-    with _one_error(file), _read_once():
+    with _one_error(file):
         reading = Reading(file)
         tokenizer = read_tokenizer(file)
-        whole = None if reading.singly() and not expanded else reading.whole()
-    model = whole or reading.outline
-    model.generation_config.eos_token_id = ends_of(reading.header, tokenizer)
+    reading.outline.generation_config.eos_token_id = ends_of(reading.header, tokenizer)
     directory.mkdir()
-    if expanded:
-        save_expanded(model, directory)
-    else:
-        _save_config(model, directory)
+    _save_config(reading.outline, directory)
     tokenizer.save_pretrained(directory)
-    found = reading.tensors() if whole is None else reading.tensors_in(whole)
     with _one_thread():
-        kinds = _write(directory, _packed(file, found, model.config))
+        kinds = _write(directory, _packed(file, reading.tensors()))
     told = f"{', '.join(kinds)} kept packed" if kinds else "of types that are expanded"
     return f"weights of the GGUF file {file.name} ({told}), as {str(DTYPE).removeprefix('torch.')}"
 
@@ -83,7 +73,7 @@ def read_config(file: Path) -> PretrainedConfig:
     Raises:
         ValueError: See ``convert``.
     """
-    with _one_error(file), _read_once():
+    with _one_error(file):
         return Reading(file).outline.config
 
 
@@ -103,25 +93,6 @@ def held_bytes(file: Path) -> int:
         return held_bits(one.kind) if packs else 8 * DTYPE.itemsize
 
     return int(sum(prod(one.shape) * bits(one) for one in found) / 8)
-
-
-@contextmanager
-def _read_once() -> Iterator[None]:
-    """Read the fields of a file once: transformers reads them for config, tokenizer and weights, seconds each.
-
-    It also makes the map of tensor names for every module of the model, where one would do.
-    """
-    import gguf
-
-    # Without what another thread has put there for a file of its own.
-    functions = {name: inspect.unwrap(getattr(gguf, name)) for name in ("GGUFReader", "get_tensor_name_map")}
-    for name, function in functions.items():
-        setattr(gguf, name, functools.cache(function))
-    try:
-        yield
-    finally:
-        for name, function in functions.items():
-            setattr(gguf, name, function)
 
 
 @contextmanager
@@ -148,7 +119,7 @@ def _one_error(file: Path) -> Iterator[None]:
 
 
 def _packed(
-    file: Path, found: Iterable[tuple[str, Tensor, list[Stored]]], config: PretrainedConfig
+    file: Path, found: Iterable[tuple[str, Tensor, list[Stored], Tensor | None]]
 ) -> Iterator[tuple[str, Tensor | Packed, str]]:
     """Name, tensor and type of each of the model's tensors; those whose packed form is equal are packed."""
     waiting = deque[tuple[str, Tensor, list[Stored], Future[Packed | None]]]()
@@ -159,33 +130,27 @@ def _packed(
         return (name, packed, stored[0].kind) if packed else (name, tensor, "")
 
     with _one_error(file), ThreadPoolExecutor(1) as packer:  # packs a tensor while the next one is read
-        for name, tensor, stored in found:
-            waiting.append((name, tensor, stored, packer.submit(_pack, tensor, stored, config)))
+        for name, tensor, stored, rows in found:
+            waiting.append((name, tensor, stored, packer.submit(_pack, tensor, stored, rows)))
             if len(waiting) > 1:
                 yield first()
         while waiting:
             yield first()
 
 
-def _pack(expanded: Tensor, stored: Sequence[Stored], config: PretrainedConfig) -> Packed | None:
+def _pack(expanded: Tensor, stored: Sequence[Stored], rows: Tensor | None) -> Packed | None:
     """The packed tensor that expands to exactly ``expanded``; None if there is none.
 
     Args:
         expanded: A matrix [O, I], or matrices of experts [E, O, I], which become one matrix [E * O, I].
-        stored: What it is made of. Several, in any order, stand one after the other in O.
+        stored: What it is made of, one after the other.
+        rows: int64, where its rows stand in them.
     """
-    kinds, dims = {one.kind for one in stored}, {len(one.shape) for one in stored}
-    if len(kinds) != 1 or not kinds <= KINDS.keys() or dims != {expanded.dim()} or expanded.dim() < 2:
+    kinds = {one.kind for one in stored}
+    if rows is None or expanded.dim() < 2 or len(kinds) != 1 or not kinds <= KINDS.keys():
         return None
-    (kind,) = kinds
-    for parts in permutations(stored):
-        blocks = torch.cat([part.blocks() for part in parts], -2).flatten(0, -2)
-        wanted, order = expanded.flatten(0, -2), parts[0].order
-        orders = [torch.arange(len(blocks))] if expanded.dim() > 2 else _orders(len(blocks), config)
-        for rows in orders if order is None else [order]:
-            if len(rows) == len(wanted) and (packed := _pack_rows(wanted, blocks, rows, kind)):
-                return packed
-    return None
+    blocks = torch.cat([one.blocks().flatten(0, -2) for one in stored])
+    return _pack_rows(expanded.flatten(0, -2), blocks, rows, *kinds)
 
 
 def _pack_rows(expanded: Tensor, blocks: Tensor, rows: Tensor, kind: str) -> Packed | None:
@@ -197,15 +162,6 @@ def _pack_rows(expanded: Tensor, blocks: Tensor, rows: Tensor, kind: str) -> Pac
             return None
         parts.append(packed)
     return Packed.joined(parts).for_here()
-
-
-def _orders(outputs: int, config: PretrainedConfig) -> Iterator[Tensor]:
-    """Possible orders of rows in the file: unchanged, or with the halves of each head interleaved (Llama's Q and K)."""
-    in_order = torch.arange(outputs)
-    yield in_order
-    for heads in {config.num_attention_heads, getattr(config, "num_key_value_heads", None) or 1}:
-        if outputs % (2 * heads) == 0:
-            yield in_order.view(heads, -1, 2).transpose(1, 2).flatten()
 
 
 def _write(directory: Path, found: Iterable[tuple[str, Tensor | Packed, str]]) -> list[str]:

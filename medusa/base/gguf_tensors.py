@@ -16,6 +16,8 @@ ALIGNMENT = 32
 STRING, ARRAY = 8, 9
 FIXED = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))
 """``struct``'s format letters for the types of single values in a header."""
+LIST = 1024
+"""Longest list in a header that is read: one value for each layer, but no vocabulary."""
 SLICE = 2**20
 """Number of values that are expanded at a time, because the package ``gguf`` needs a multiple of their memory."""
 
@@ -29,14 +31,12 @@ class Stored:
         kind: Name of its type.
         shape: Shape in torch's order.
         data: uint8 [..., bytes of a row], mapped from the file.
-        order: int64, where each of the model's rows stands in it; None = not known.
     """
 
     name: str
     kind: str
     shape: tuple[int, ...]
     data: "np.ndarray[Any, np.dtype[np.uint8]]"
-    order: Tensor | None = None
 
     def blocks(self) -> Tensor:
         """A copy of ``data``."""
@@ -65,7 +65,7 @@ class Stored:
 
 
 def stored_tensors(file: Path) -> tuple[dict[str, Any], list[Stored]]:
-    """The single values of a file's header, and its tensors.
+    """The values of a file's header, without lists longer than ``LIST``, and its tensors.
 
     Raises:
         ImportError: The package ``gguf`` is missing.
@@ -99,7 +99,7 @@ class _Header:
         self._place = 0
 
     def read(self) -> tuple[dict[str, Any], list[tuple[str, tuple[int, ...], int, int]], int]:
-        """Single values by name; name, shape, type and offset of each tensor; and the offset of the header's end."""
+        """Values by name; name, shape, type and offset of each tensor; and the offset of the header's end."""
         if (begin := bytes(self.content[: len(MAGIC)])) != MAGIC:
             raise ValueError(f"it begins with {begin!r} and not with {MAGIC!r}")
         self._place = len(MAGIC)
@@ -127,6 +127,8 @@ class _Header:
         if kind != ARRAY:
             return self._next(FIXED[kind])[0]
         kind, count = self._next("IQ")
+        if count <= LIST:
+            return [self._value(kind) for _ in range(count)]
         if kind in FIXED:
             self._place += count * struct.calcsize(FIXED[kind])
             return None

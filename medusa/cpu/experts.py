@@ -138,8 +138,7 @@ def _ordered(experts: Any, name: str) -> Tensor:
     whole: Tensor = getattr(experts, name).detach()
     if in_order(experts):
         return whole.flatten(0, 1)
-    turned = experts.is_transposed and whole.dim() == 3
-    found = whole.new_empty(whole.mT.shape if turned else whole.shape)
+    turned, found = _turned(experts, whole), whole.new_empty(shape_in_order(experts, name))
     for one, to in zip(whole, found, strict=True):  # torch turns a matrix much faster than several
         one = one.T.contiguous() if turned else one
         if name.startswith("gate_up") and not experts.is_concatenated:
@@ -148,6 +147,24 @@ def _ordered(experts: Any, name: str) -> Tensor:
         else:
             to.copy_(one)
     return found.flatten(0, 1)
+
+
+def shape_in_order(module: Any, name: str) -> torch.Size:
+    """The shape of a module's parameter, and of one of experts in the kernel's order: [E, O, I] of a weight."""
+    whole: Tensor = getattr(module, name)
+    return whole.mT.shape if _turned(module, whole) else whole.shape
+
+
+def in_own_order(module: Any, name: str, ordered: Tensor) -> Tensor:
+    """A module's parameter as the module holds it, from one in the kernel's order (``shape_in_order``)."""
+    if getattr(module, "is_concatenated", True) is False and name.startswith("gate_up"):
+        ordered = ordered.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
+    return ordered.mT.contiguous() if _turned(module, getattr(module, name)) else ordered
+
+
+def _turned(experts: Any, whole: Tensor) -> bool:
+    """Whether experts hold the matrices of this parameter as [I, O]."""
+    return have_known_form(experts) and experts.is_transposed and whole.dim() == 3
 
 
 def _frozen(weight: Tensor) -> nn.Parameter:

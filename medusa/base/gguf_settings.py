@@ -1,0 +1,80 @@
+"""The settings of a GGUF file's model by transformers' names, where they are not the same for all families."""
+
+from collections.abc import Mapping
+from typing import Any
+
+SETTINGS = {
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "attention.layer_norm_epsilon": "layer_norm_eps",
+    "attention.sliding_window": "sliding_window",
+    "rope.freq_base": "rope_theta",
+    "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+    "expert_group_count": "n_group",
+    "expert_group_used_count": "topk_group",
+}
+"""llama.cpp's names of settings, behind the name of the family, with transformers' names."""
+
+
+def windows(told: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
+    """Kinds of layers, where the file says which have a window."""
+    which = told.get("attention.sliding_window_pattern")
+    kinds = ("full_attention", "sliding_attention")
+    return {"layer_types": [kinds[bool(one)] for one in which]} if isinstance(which, list) else {}
+
+
+def gemma(told: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
+    """Queries of the models with 27 billion parameters are scaled by another size than that of their heads."""
+    large = known["num_hidden_layers"] in (46, 62)
+    scalar = known["hidden_size"] // known["num_attention_heads"] if large else known["head_dim"]
+    return {"query_pre_attn_scalar": scalar} | windows(told, known)
+
+
+def gemma4(told: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
+    """Layers with a window and the others differ in the sizes and numbers of their heads, and in how positions turn."""
+    which, heads, wide = (
+        told[name] for name in ("attention.sliding_window_pattern", "attention.head_count_kv", "feed_forward_length")
+    )
+    of_kind = dict(zip(which, heads, strict=True)) if isinstance(heads, list) else dict.fromkeys(which, heads)
+    return windows(told, known) | {
+        "vocab_size_per_layer_input": known["vocab_size"],
+        "intermediate_size": min(wide) if isinstance(wide, list) else wide,
+        "use_double_wide_mlp": isinstance(wide, list) and min(wide) < max(wide),
+        "num_key_value_heads": of_kind.get(True),
+        "num_global_key_value_heads": of_kind.get(False),
+        "rope_parameters": {
+            "full_attention": {
+                "rope_type": "proportional", "rope_theta": told["rope.freq_base"], "partial_rotary_factor": 0.25,
+            },
+            "sliding_attention": {"rope_type": "default", "rope_theta": told["rope.freq_base_swa"]},
+        },
+    }  # fmt: skip
+
+
+def mamba(told: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
+    """Sizes of Mamba 2 layers, and which layers are others."""
+    heads, inner = told["ssm.time_step_rank"], told["ssm.inner_size"]
+    which = [bool(one) for one in told["attention.head_count_kv"]]
+    return {
+        "mamba_d_head": inner // heads,
+        "mamba_expand": inner // known["hidden_size"],
+        "attn_layer_indices": [layer for layer, one in enumerate(which) if one],
+    }
+
+
+def granite(told: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
+    """The same for Granite 4."""
+    return mamba(told, known) | {
+        "layer_types": ["attention" if one else "mamba" for one in told["attention.head_count_kv"]],
+        "position_embedding_type": "rope" if told.get("rope.scaling.finetuned") else "nope",
+        "num_local_experts": told.get("expert_count", 0),
+        "shared_intermediate_size": told.get("expert_shared_feed_forward_length", told["feed_forward_length"]),
+    }

@@ -1,0 +1,89 @@
+"""Small models of the families that are read from GGUF files, with the same weights wherever they are made."""
+
+from typing import Any
+from zlib import crc32
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from tests.medusa.test_conformance import config_of
+
+SIZES = {
+    "vocab_size": 300, "hidden_size": 32, "intermediate_size": 64, "head_dim": 8, "moe_intermediate_size": 32,
+    "num_hidden_layers": 3, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2, "sliding_window": 7,
+}  # fmt: skip
+NO_WINDOWS = {"sliding_window": None}
+WIDE = {"intermediate_size": 128, "num_key_value_heads": 4}
+EVERY = {"layer_types": None}
+SCALED = {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "attention_multiplier": 0.2, "logits_scaling": 2.0}
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8}
+YARN = {
+    "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 32.0,
+    "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5,
+}  # fmt: skip
+DELTA = {
+    "num_hidden_layers": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "shared_expert_intermediate_size": 32,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "afmoe": EVERY,
+    "arcee": {},
+    "bamba": MAMBA,
+    "cohere": {},
+    "cohere2": EVERY,
+    "deepseek_v3": {
+        "kv_lora_rank": 32, "q_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8
+    },
+    "ernie4_5": {},
+    "exaone4": {},
+    "gemma": {},
+    "gemma2": {"query_pre_attn_scalar": 8},
+    "gemma3_text": EVERY | {"query_pre_attn_scalar": 8},
+    "gemma4_text": {
+        "global_head_dim": 16, "vocab_size_per_layer_input": 300, "hidden_size_per_layer_input": 32,
+    },
+    "glm4": {},
+    "gpt2": {"n_inner": 128},
+    "gpt_oss": {"intermediate_size": 32},
+    "granite": SCALED,
+    "granitemoehybrid": MAMBA | SCALED | {"intermediate_size": 32, "shared_intermediate_size": 64},
+    "lfm2_moe": {},
+    "llama": {},
+    "llama4_text": EVERY | {
+        "intermediate_size": 32, "intermediate_size_mlp": 64, "no_rope_layers": None, "attention_chunk_size": 8192,
+        "floor_scale": 8192, "attn_scale": 0.1,
+    },
+    "ministral3": NO_WINDOWS | {"rope_parameters": YARN},
+    "mistral": NO_WINDOWS,
+    "mixtral": NO_WINDOWS,
+    "nemotron": {},
+    "olmo2": {"sliding_window": ...},
+    "olmo3": {},
+    "olmoe": {"intermediate_size": 32},
+    "phi": WIDE,
+    "phi3": NO_WINDOWS,
+    "qwen2": {},
+    "qwen2_moe": EVERY | NO_WINDOWS | {"use_sliding_window": False, "shared_expert_intermediate_size": 32},
+    "qwen3": {},
+    "qwen3_moe": {"norm_topk_prob": True},
+    "qwen3_next": EVERY | DELTA,
+    "seed_oss": {},
+    "smollm3": {"no_rope_layers": None},
+    "stablelm": {},
+    "starcoder2": NO_WINDOWS,
+}  # fmt: skip
+"""What differs from ``SIZES`` and other tests' models, so that llama.cpp's settings can say it; ... is left out."""
+
+
+def small(family: str) -> PreTrainedModel:
+    """A model of the family whose weights follow from their names alone."""
+    changes = {name: value for name, value in (SIZES | FAMILIES[family]).items() if value is not ...}
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config_of(family, **changes)).eval()
+    with torch.no_grad():
+        for name, tensor in model.state_dict().items():
+            places = torch.arange(tensor.numel()) + crc32(name.encode())
+            three = (places * 2654435761 >> 15) % 3 - 1
+            tensor.copy_(three.view(tensor.shape) * 0.125 + (1 if name.endswith("norm.weight") else 0))
+    return model

@@ -1,0 +1,49 @@
+"""Files that llama.cpp's converter made of small models of many families (tests/data/gguf/make.py)."""
+
+import lzma
+from pathlib import Path
+
+import pytest
+import torch
+
+from medusa.base import gguf, gguf_convert, gguf_families
+from medusa.base.gguf_reading import tensors_of
+from tests.medusa.gguf_families import FAMILIES, small
+
+FILES = Path(__file__).parents[1] / "data" / "gguf"
+EXPANDED = {"deepseek_v3": "kv_b_proj", "gpt2": "transformer.h.", "llama4_text": "experts."}
+"""Matrices whose rows are not rows of the file."""
+NUMBERS = (
+    "router.weight",
+    "gate.weight",
+    "shared_expert_gate.weight",
+    "conv1d.weight",
+    "conv.weight",
+    "wpe.weight",
+    "_bias",
+)
+"""Matrices that the converter does not quantise."""
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.inference_mode()
+def test_a_file_is_the_model_that_it_was_made_of(family, tmp_path, caplog):
+    file = tmp_path / "small.gguf"
+    file.write_bytes(lzma.decompress((FILES / f"{family}.gguf.xz").read_bytes()))
+    gguf_convert.convert(file, tmp_path / "base")
+    assert "left out" not in caplog.text
+    wanted, found = small(family), gguf.load(tmp_path / "base", torch.float32, expand=True).eval()
+    assert found.state_dict().keys() == wanted.state_dict().keys()
+    for name, tensor in wanted.state_dict().items():
+        torch.testing.assert_close(found.state_dict()[name], tensor, rtol=1e-3, atol=4e-4)
+    text = torch.arange(3, 103)[None]
+    torch.testing.assert_close(found(text).logits, wanted(text).logits, rtol=1e-3, atol=2e-3)
+    matrices = {name for name, tensor in tensors_of(wanted).items() if tensor.dim() > 1 and not name.endswith(NUMBERS)}
+    packed = {name for shard in (tmp_path / "base").glob(gguf.WEIGHTS) for name in gguf._packings(shard)}
+    expanded = EXPANDED.get(family)
+    assert matrices - packed == {name for name in matrices if expanded and expanded in name}
+
+
+def test_all_families_have_a_file():
+    known = {family.model_type for family in gguf_families.FAMILIES.values()}
+    assert known == FAMILIES.keys() == {path.name.partition(".")[0] for path in FILES.glob("*.xz")}
