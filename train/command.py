@@ -16,7 +16,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         Exit status: 0 done, 1 failure, 2 wrong use, 128 + the signal that ended it.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
-    if {"-h", "--help", "--check"} & set(words):
+    if {"-h", "--help", "--check"} & set(words) or "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun itself started this
         return work(words)
     if status := work(["--check", *words]):  # wrong use ends here with one message
         return status

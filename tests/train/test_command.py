@@ -59,6 +59,15 @@ def test_what_only_talks_starts_no_torchrun(machine, flag):
     assert asked == [[flag]]
 
 
+def test_torchrun_is_not_started_by_its_own_processes(machine):
+    asked = []
+    machine.setenv("TORCHELASTIC_RUN_ID", "a")
+    machine.setattr(command, "work", lambda words: asked.append(list(words)) or 0)
+    machine.setattr("medusa.train.launch.main", lambda words: pytest.fail("torchrun was started"))
+    assert command.main(["--recipe", "x.yaml"]) == 0
+    assert asked == [["--recipe", "x.yaml"]]
+
+
 def test_a_wrong_recipe_is_refused_before_torchrun(machine):
     machine.setattr(command, "work", lambda words: 2 if words[0] == "--check" else 0)
     machine.setattr("medusa.train.launch.main", lambda words: pytest.fail("torchrun was started"))
