@@ -51,11 +51,25 @@ def mistakes(recipe: Recipe) -> Iterator[str]:
                 sample_files(Path(name))
             except FileNotFoundError as error:
                 yield f"data.{key}: {error}"
+    places = {"run": recipe.run if first else "", "data.cache": recipe.data.cache}
+    if recipe.cache.mode != "online":
+        places["cache.directory"] = recipe.cache.directory
+    for key, name in places.items():
+        if name and (obstacle := _obstacle(Path(name))):
+            yield f"{key} ({name}) cannot be written: {obstacle}; give another directory"
     if first:
         try:
             RunDirectory(recipe.run).finished(recipe)
         except ValueError as error:
             yield str(error)
+
+
+def _obstacle(directory: Path) -> str:
+    """Why a directory can be neither made nor written to; "" = it can be, as far as is known."""
+    there = next(place for place in (directory, *directory.absolute().parents) if place.exists())
+    if not there.is_dir():
+        return f"{there} is a file"
+    return "" if os.access(there, os.W_OK | os.X_OK) else f"{there} is not writable"
 
 
 def _directory(name: str) -> str:

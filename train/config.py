@@ -138,7 +138,7 @@ class OptimRecipe:
     a cache of their own."""
     micro_rows: int = _limits(2, low=1, resume=True)
     """Packed rows per process and pass of the base; lower it when memory runs out (the result is the same)."""
-    seed: int = _limits(0, low=0)
+    seed: int = _limits(0, low=0, high=2**32 - 1)
     """Seed of the data order and of the initial weights."""
 
 

@@ -114,6 +114,7 @@ def _conflicts(recipe: Recipe) -> list[str]:
          "engine.offload needs a partitioned optimizer; set engine.zero_stage to 1, 2 or 3"),
         (recipe.data.streaming and not recipe.data.limit,
          "data.streaming needs data.limit, the number of samples to read; set it"),
+        (not recipe.run, "run ('') names nothing; give a directory for the files of the run"),
     ]  # fmt: skip
     return [text for broken, text in rules if broken]
 

@@ -69,6 +69,20 @@ def test_the_run_directory_of_another_recipe_is_a_mistake(
     assert "holds a run of another recipe" in _told(caplog, *run, "--recipe.optim.lr", "0.5")[0]
 
 
+def test_directories_that_cannot_be_written_are_mistakes(tmp_path: Path, base: Path, samples: Path) -> None:
+    (tmp_path / "file").touch()
+    values = {"base.name": str(base), "data.train": str(samples), "data.row_tokens": 64}
+    values |= {"run": str(tmp_path / "file/run"), "data.cache": str(tmp_path / "file"), "cache.directory": "file"}
+    assert list(mistakes(build_recipe(values))) == [
+        f"{key} ({values[key]}) cannot be written: {tmp_path / 'file'} is a file; give another directory"
+        for key in ("run", "data.cache")
+    ]
+    values |= {"run": str(tmp_path / "a/b"), "data.cache": str(tmp_path), "cache.mode": "hybrid"}
+    assert not list(mistakes(build_recipe(values)))
+    values["cache.directory"] = str(tmp_path / "file")
+    assert [line.split()[0] for line in mistakes(build_recipe(values))] == ["cache.directory"]
+
+
 def test_a_check_loads_no_torch(recipe: Path) -> None:
     code = "import sys; from train.__main__ import main; main(sys.argv[1:]); sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code, "--recipe", str(recipe), "--check"], check=True)

@@ -62,8 +62,8 @@ def test_overrides_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) 
 def test_all_errors_are_shown_at_once(tmp_path: Path) -> None:
     path = _write(
         tmp_path / "r.yaml",
-        "data: {trian: x}\noptim: {lr: fast, steps: -1, clip_norm: .nan, epochs: .inf}\n"
-        "engine: {precision: int8}\nhead: 1\n",
+        "data: {trian: x}\noptim: {lr: fast, steps: -1, clip_norm: .nan, epochs: .inf, seed: 4294967296}\n"
+        "engine: {precision: int8}\nhead: 1\nrun:\n",
     )
     with pytest.raises(RecipeError) as caught:
         read_recipe(path, {"heads.num_heads": "2.5", "engine.zero_stages": "1", "heads.lr": "1"})
@@ -72,6 +72,8 @@ def test_all_errors_are_shown_at_once(tmp_path: Path) -> None:
         ("data.trian", "did you mean data.train?"),
         ("optim.lr ('fast')", "a number"),
         ("optim.steps (-1)", "out of range"),
+        ("optim.seed (4294967296)", "out of range"),
+        ("run ('')", "give a directory"),
         ("optim.clip_norm (nan)", "out of range"),
         ("optim.epochs (inf)", "out of range"),
         ("engine.precision ('int8')", "auto, float32, bfloat16"),
