@@ -183,6 +183,11 @@ class RunDirectory:
         for step in set(steps) - set(kept):
             shutil.rmtree(self.checkpoints / f"step-{step}")
 
+    def end_at(self, position: Position) -> None:
+        """Make the newest checkpoint the last one of a run that ends early; its tensors stay."""
+        with self.writing():
+            _replace(self.checkpoints / position.tag / "state.json", json.dumps(asdict(position)))
+
     def tensors(self, position: Position) -> dict[str, "Tensor"]:
         """The tensors that `save` wrote.
 

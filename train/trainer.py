@@ -156,7 +156,8 @@ class Trainer:
         self._make_up(trackers)
         if self.best.exhausted and self.step < self.total:  # it ended in its last evaluation, or was killed after it
             self.total = self.step
-            self.save_checkpoint()
+            if writer:
+                self.directory.end_at(self._position())
         with closing(Progress(self.step, self.total, writer)) as progress:
             while self.step < self.total:
                 figures = self.train_step()
@@ -257,9 +258,11 @@ class Trainer:
         self.method.flush()
         state = self.engine.state()
         if self.workers.rank == 0:
-            position = Position(self.step, self.total, self.seconds, self.packed.fingerprint())
-            self.directory.save(position, state, self.recipe.log.keep)
+            self.directory.save(self._position(), state, self.recipe.log.keep)
         self.workers.wait()
+
+    def _position(self) -> Position:
+        return Position(self.step, self.total, self.seconds, self.packed.fingerprint())
 
     def _finish(self, trackers: Trackers) -> None:
         found = self.evaluate(heads := self._trained_heads())

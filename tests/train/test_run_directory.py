@@ -71,6 +71,15 @@ def test_a_checkpoint_that_was_not_finished_does_not_count(directory: RunDirecto
     assert _checkpoints(directory) == ["latest", "step-5", "step-9"]
 
 
+def test_a_run_that_ends_early_keeps_the_tensors_of_its_newest_checkpoint(directory: RunDirectory) -> None:
+    _save(directory, 5)
+    tensors = directory.checkpoints / "step-5/checkpoint.safetensors"
+    written = tensors.stat()
+    directory.end_at(replace(_position(5), total=5))
+    assert directory.position() == replace(_position(5), total=5)
+    assert (tensors.stat().st_ino, tensors.stat().st_mtime_ns) == (written.st_ino, written.st_mtime_ns)
+
+
 @pytest.mark.parametrize("room", [0, 100, 300])
 def test_a_full_disk_is_one_sentence_and_leaves_the_last_checkpoint(directory: RunDirectory, room: int) -> None:
     _save(directory, 5)
