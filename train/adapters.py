@@ -11,6 +11,7 @@ from torch import nn
 
 from medusa.base.model import BaseModel
 from medusa.train.config import LoraRecipe
+from medusa.train.recipe_file import RecipeError
 
 
 class Adapters:
@@ -24,6 +25,7 @@ class Adapters:
         lora: rank, scale, dropout, and whether activations are kept.
 
     Raises:
+        RecipeError: the base has experts whose adapters cannot have dropout.
         ValueError: the base has no linear layers.
     """
 
@@ -38,7 +40,14 @@ class Adapters:
         )
         with warnings.catch_warnings():  # about names that transformers 6 will remove
             warnings.simplefilter("ignore", FutureWarning)
-            self._model = get_peft_model(base.model, self._config)
+            try:
+                self._model = get_peft_model(base.model, self._config)
+            except ValueError as error:
+                if not lora.dropout or "dropout" not in str(error):
+                    raise
+                raise RecipeError(
+                    f"lora.dropout ({lora.dropout}) must be 0 for the experts of this base ({base.name}); set it to 0"
+                ) from error
             if lora.checkpoint_layers:
                 base.model.gradient_checkpointing_enable({"use_reentrant": False})
         base.model.eval()

@@ -18,6 +18,7 @@ from medusa.train.config import LoraRecipe
 from medusa.train.features import BasePass, Positions
 from medusa.train.joint import JointLoss
 from medusa.train.losses import HeadsLoss
+from medusa.train.recipe_file import RecipeError
 
 HEADS = 2
 WEIGHTS = torch.tensor([0.7, 0.2, 0.1], dtype=torch.float64)
@@ -151,6 +152,16 @@ def test_routers_of_experts_are_left_alone(base: Path) -> None:
     model = BaseModel(AutoModelForCausalLM.from_config(config), _load(base).tokenizer)
     assert {name.split(".")[-5] for name in Adapters(model, LoraRecipe(rank=2)).parameters()} == {"self_attn"}
     assert model.hidden_states(torch.arange(9)[None]).isfinite().all()
+
+
+def test_experts_without_dropout_are_told(base: Path) -> None:
+    config = AutoConfig.for_model(
+        "mixtral", num_hidden_layers=1, hidden_size=16, intermediate_size=16, num_local_experts=2, vocab_size=257,
+        num_attention_heads=2, num_key_value_heads=1,
+    )  # fmt: skip
+    model = BaseModel(AutoModelForCausalLM.from_config(config), _load(base).tokenizer)
+    with pytest.raises(RecipeError, match=r"lora\.dropout \(0\.05\) must be 0 for the experts of this base"):
+        Adapters(model, LoraRecipe(rank=2))
 
 
 def test_while_the_base_rests_adapters_get_zeros_and_heads_what_a_frozen_base_gives(
