@@ -114,8 +114,9 @@ def _parquet(file: Path) -> Iterator[Placed]:
                 for record in batch.to_pylist():
                     number += 1
                     yield f"{file}, record {number}", record
-    except ArrowException as error:
-        raise ValueError(f"{file}: no readable .parquet file ({error}); write it again") from error
+    except (ArrowException, OSError) as error:  # the latter: damaged pages
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{file}: no readable .parquet file ({reason}); write it again") from error
 
 
 def _parse(place: str, line: bytes) -> Any:

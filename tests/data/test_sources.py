@@ -167,6 +167,15 @@ def test_damaged_files_are_named(tmp_path: Path, name: str, content: bytes, mess
         _ids(tmp_path / name)
 
 
+def test_a_damaged_page_of_a_table_is_named(tmp_path: Path) -> None:
+    path = _write(tmp_path / "a.parquet", RECORDS)
+    content = bytearray(path.read_bytes())
+    content[4:34] = b"\xff" * 30
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"a\.parquet: no readable \.parquet file \(.*\); write it again"):
+        _ids(path)
+
+
 def test_a_bad_record_of_a_table_is_named(tmp_path: Path) -> None:
     path = _write(tmp_path / "a.parquet", [{"txt": "hi", "text": "hi"}, {"txt": "hi", "text": None}])
     with pytest.raises(ValueError, match=r"a\.parquet, record 2: keys \(txt\) are not those of a known sample"):
