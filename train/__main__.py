@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Sequence
 
+from medusa.data.child import die_with_parent
 from medusa.train.check import mistakes
 from medusa.train.recipe_file import RecipeError, describe, parse_overrides, read_recipe
 from medusa.train.stop import Stopped, StopRequest
@@ -21,6 +22,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         Exit status: 0 done, 1 failure, 2 wrong use, 130 Ctrl-C, 143 SIGTERM (128 + the signal).
     """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        die_with_parent()  # before torch is imported: an orphan would wait for its torchrun for half an hour
     talks = os.environ.get("RANK", "0") == "0"
     logging.basicConfig(format="%(message)s", stream=sys.stderr)
     for name in ("medusa.train", "medusa.base.smollm2"):

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from medusa.data.child import die_with_parent
 from medusa.train.config import Recipe
 from medusa.train.recipe_file import RecipeError, flatten
 from medusa.train.stop import StopRequest
@@ -54,8 +53,6 @@ class Workers:
         Raises:
             ValueError: there is no GPU for this process.
         """
-        if "TORCHELASTIC_RUN_ID" in os.environ:
-            die_with_parent()
         if "RANK" not in os.environ:
             os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
         cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from medusa import BaseModel, MedusaModel
 from medusa.train.run_directory import RunDirectory
 from tests.train.jobs import (
+    ROOT,
     Acting,
     alive,
     assert_same_run,
@@ -151,6 +153,19 @@ def test_a_killed_process_ends_the_run_with_one_sentence(long_recipe: Path, tmp_
     position = RunDirectory(tmp_path).position()
     assert position is not None
     assert RunDirectory(tmp_path).tensors(position)["steps"] == position.step
+
+
+@linux
+def test_a_process_that_begins_does_not_outlive_torchrun(tmp_path: Path) -> None:
+    os.mkfifo(recipe := tmp_path / "recipe.yaml")
+    start = f"import subprocess, sys; subprocess.run([sys.executable, '-m', 'medusa.train', '--recipe', '{recipe}'])"
+    environment = os.environ | {"TORCHELASTIC_RUN_ID": "a"}
+    agent = subprocess.Popen([sys.executable, "-c", start], cwd=ROOT, env=environment, text=True)
+    with recipe.open("w"):  # it has come to its recipe, and waits for the text
+        (worker,) = workers(agent)
+        agent.kill()
+        agent.wait()
+        until(lambda: not alive(worker), seconds=10)
 
 
 @linux
