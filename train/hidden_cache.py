@@ -30,6 +30,7 @@ from medusa.train.features import BasePass, Positions
 from medusa.train.run_directory import disk_errors_named
 
 LOGGER = logging.getLogger("medusa.train")
+MANIFEST = "manifest.json"
 FORMAT = 2
 """Format version; increased when the files or the choice of kept positions change."""
 ROWS_AT_A_TIME = 64
@@ -109,9 +110,12 @@ class HiddenCache:
         self._places: dict[int, tuple[Path, slice]] = {}  # by row: its shard, and where its states are
         self._seen: set[Path] = set()
         self._pending: dict[int, Tensor] = {}
-        directory.mkdir(parents=True, exist_ok=True)
         sweep(directory, ".*.tmp*")
         known = identity(base, packed, num_heads, whole)
+        with disk_errors_named(f"hidden-state cache ({directory})"):
+            directory.mkdir(parents=True, exist_ok=True)
+            if not (directory / MANIFEST).is_file():
+                write_json(directory / MANIFEST, known)
         _check_manifest(directory, known)
         self._owner = hashlib.sha256(json.dumps(known).encode()).hexdigest()[:8]
         self._look()
@@ -220,10 +224,7 @@ def _open(path: Path) -> Any:
 
 
 def _check_manifest(directory: Path, known: dict[str, Any]) -> None:
-    path = directory / "manifest.json"
-    if not path.is_file():
-        write_json(path, known)
-    stored = read_object(path, "manifest", f"delete {directory}, or give another directory")
+    stored = read_object(directory / MANIFEST, "manifest", f"delete {directory}, or give another directory")
     changed = [
         f"{key} is {known.get(key)}, the states have {stored.get(key)}"
         for key in known | stored

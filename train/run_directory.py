@@ -109,8 +109,10 @@ class RunDirectory:
         Raises:
             BlockingIOError: another process trains here.
         """
-        self.path.mkdir(parents=True, exist_ok=True)
-        with (self.path / ".lock").open("w") as file:
+        with self.writing():
+            self.path.mkdir(parents=True, exist_ok=True)
+            file = (self.path / ".lock").open("w")
+        with file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -222,7 +224,7 @@ def disk_errors_named(what: str) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError) as error:
-        reason = getattr(error, "strerror", None) or str(error).rpartition("I/O error: ")[2]
+        reason = getattr(error, "strerror", None) or str(error).rpartition("I/O error: ")[2].partition(";")[0]
         raise OSError(
             f"{what} cannot be written: {reason}; make room for it, then the same command continues from the last "
             "checkpoint"

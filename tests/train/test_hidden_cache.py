@@ -145,6 +145,8 @@ def test_a_full_disk_is_one_sentence(tmp_path: Path, frozen: BaseModel, packed: 
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert [path.name for path in tmp_path.iterdir()] == ["manifest.json"]
+    with pytest.raises(OSError, match=r"hidden-state cache .* cannot be written: Not a directory; make room"):
+        _cache(tmp_path / "manifest.json" / "cache", frozen, packed)
 
 
 def test_another_identity_is_refused(

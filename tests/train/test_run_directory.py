@@ -98,6 +98,18 @@ def test_a_full_disk_is_one_sentence_and_leaves_the_last_checkpoint(directory: R
     assert torch.equal(directory.tensors(_position(5))["parameter/a"], TENSORS["parameter/a"])
 
 
+def test_a_place_without_room_is_named_with_one_remedy(directory: RunDirectory) -> None:
+    (directory.path / "file").touch()
+    said = r"run directory \(.*file/run\) cannot be written: Not a directory; make room"
+    with pytest.raises(OSError, match=said), RunDirectory(directory.path / "file/run").locked():
+        pass
+    with (
+        pytest.raises(OSError, match=r"cannot be written: no space; make room for it, then [^;]*$"),
+        directory.writing(),
+    ):
+        raise OSError("heads file (best) cannot be written: I/O error: no space; make room, or give another directory")
+
+
 def test_a_damaged_checkpoint_is_named(directory: RunDirectory) -> None:
     _save(directory, 5)
     tensors = directory.checkpoints / "step-5" / "checkpoint.safetensors"
