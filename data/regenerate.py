@@ -16,7 +16,7 @@ from typing import Any
 from tqdm import tqdm
 
 from medusa.data.exchange import Answerer, Exchange, Prompt, UnansweredError, named, samples
-from medusa.files import full_disk_named
+from medusa.files import full_disk_named, replace_file
 
 logger = logging.getLogger(__name__)
 
@@ -124,18 +124,21 @@ class Part:
     def finish(self, out: Path, distinct: bool) -> tuple[int, int]:
         """Write all samples to ``out``, in the prompts' order, and remove this file; returns lines and labels."""
         lines, tokens, seen = 0, 0, set[str]()
-        temporary = out.with_name(f"{out.name}.tmp")
-        with temporary.open("w", encoding="utf-8") as file:
-            for number in sorted(self.lines):
-                self._file.seek(self.lines[number])
-                for sample in json.loads(self._file.readline())["samples"]:
-                    line = json.dumps(sample) + "\n"
-                    if distinct and line in seen:
-                        continue
-                    seen.add(line)
-                    lines, tokens = lines + 1, tokens + sum(sample.get("loss_mask", ()))
-                    file.write(line)
-        temporary.replace(out)
+
+        def write(beside: Path) -> None:
+            nonlocal lines, tokens
+            with beside.open("w", encoding="utf-8") as file:
+                for number in sorted(self.lines):
+                    self._file.seek(self.lines[number])
+                    for sample in json.loads(self._file.readline())["samples"]:
+                        line = json.dumps(sample) + "\n"
+                        if distinct and line in seen:
+                            continue
+                        seen.add(line)
+                        lines, tokens = lines + 1, tokens + sum(sample.get("loss_mask", ()))
+                        file.write(line)
+
+        replace_file(out, write)  # on the disk before the unfinished file is gone
         self._path.unlink()
         return lines, tokens
 

@@ -1,5 +1,6 @@
 import errno
 import json
+from contextlib import closing
 from functools import partial
 
 import pytest
@@ -227,6 +228,16 @@ def test_questions_are_what_stands_between_answers(tmp_path, turns, asked):
     roles = {"s": "system", "u": "user", "a": "assistant", "t": "tool"}
     (prompt,) = chats(tmp_path, *((roles[turn], "text") for turn in turns.split()))
     assert [" ".join(message["role"][0] for message in group) for group in prompt.asked] == asked
+
+
+def test_answers_are_on_the_disk_before_the_unfinished_file_goes(tmp_path, monkeypatch):
+    out, flushed = tmp_path / "out.jsonl", []
+    with closing(Part(tmp_path / "out.jsonl.part", {})) as part:
+        part.add(0, [{"input_ids": [1, 2], "loss_mask": [0, 1]}])
+        monkeypatch.setattr("os.fsync", lambda file: flushed.append(sorted(path.name for path in tmp_path.iterdir())))
+        assert part.finish(out, distinct=False) == (1, 1)
+    assert len(flushed) == 1 and "out.jsonl.part" in flushed[0] and "out.jsonl" not in flushed[0]
+    assert [path.name for path in tmp_path.iterdir()] == ["out.jsonl"]
 
 
 def test_two_processes_do_not_write_one_file(tmp_path):
