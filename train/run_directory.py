@@ -19,7 +19,7 @@ import yaml
 from safetensors import SafetensorError
 
 from medusa.data.yaml_file import read_yaml
-from medusa.files import replace_text, sweep
+from medusa.files import peek_object, replace_text, sweep
 from medusa.train.config import Recipe
 from medusa.train.recipe_file import RecipeError, differences
 
@@ -98,7 +98,13 @@ class RunDirectory:
                 + "\n  ".join(changed)
                 + "\ngive another directory (--recipe.run DIR), restore these values, or delete the directory"
             )
-        return position.step == position.total and (self.heads / "config.json").is_file()
+        return position.step == position.total and self._holds_heads_of(recipe, position)
+
+    def _holds_heads_of(self, recipe: Recipe, position: Position) -> bool:
+        """Whether heads/ is whole and of this run: an earlier one may have left others."""
+        origin = peek_object(self.heads / "provenance.json") or {"recipe": {}, "data": {}}
+        same = origin["data"].get("fingerprint") == position.data and not differences(recipe, origin["recipe"])
+        return same and (self.heads / "config.json").is_file()
 
     @contextmanager
     def locked(self) -> Iterator[None]:

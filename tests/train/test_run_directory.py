@@ -1,12 +1,13 @@
 import json
 import resource
 import shutil
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from medusa.files import write_json
 from medusa.train.recipe_file import RecipeError, build_recipe
 from medusa.train.run_directory import Position, RunDirectory
 
@@ -160,7 +161,10 @@ def test_finished_needs_the_last_step_and_the_heads(directory: RunDirectory) -> 
     _save(directory, 5)
     assert not directory.finished(RECIPE)
     _save(directory, 10)
-    assert directory.finished(RECIPE)
+    other = replace(RECIPE, optim=replace(RECIPE.optim, lr=0.5))
+    for recipe, samples, whole in ((other, "abc", False), (RECIPE, "abd", False), (RECIPE, "abc", True)):
+        write_json(directory.heads / "provenance.json", {"recipe": asdict(recipe), "data": {"fingerprint": samples}})
+        assert directory.finished(RECIPE) is whole, "an earlier run may have left its heads"
 
 
 def test_latest_may_be_written_by_hand(directory: RunDirectory) -> None:
