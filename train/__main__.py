@@ -34,8 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options, rest = _parser().parse_known_args(arguments)
     stop = StopRequest()
     try:
-        alone = options.check or "TORCHELASTIC_RUN_ID" not in os.environ  # torchrun starts after a check
-        recipe = read_recipe(options.recipe, parse_overrides(rest), mistakes if alone else None)
+        first = os.environ.get("LOCAL_RANK", "0") == "0"  # one process of a machine speaks for all
+        recipe = read_recipe(options.recipe, parse_overrides(rest), mistakes if first else None)
         if not options.check:
             with stop.listening():
                 from medusa.train.trainer import train

@@ -69,6 +69,17 @@ def test_the_run_directory_of_another_recipe_is_a_mistake(
     assert "holds a run of another recipe" in _told(caplog, *run, "--recipe.optim.lr", "0.5")[0]
 
 
+def test_one_process_of_a_machine_checks_under_torchrun(
+    tmp_path: Path, base: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("medusa.train.__main__.die_with_parent", lambda: None)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a")
+    words = ["--recipe", str(write_recipe(tmp_path / "r.yaml", base, tmp_path / "nothing.jsonl", {}))]
+    assert "data.train: sample file" in _told(caplog, *words)[0]
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert main([*words, "--check"]) == 0
+
+
 def test_directories_that_cannot_be_written_are_mistakes(tmp_path: Path, base: Path, samples: Path) -> None:
     (tmp_path / "file").touch()
     values = {"base.name": str(base), "data.train": str(samples), "data.row_tokens": 64}

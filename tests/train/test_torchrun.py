@@ -71,8 +71,11 @@ def test_a_sharded_base_gives_the_same_run(recipe: Path, heldout: Path, tmp_path
 
 
 def test_an_error_of_one_process_is_told_once(recipe: Path, tmp_path: Path) -> None:
-    said = finish(train(recipe, tmp_path, {"data.train": "none.jsonl"}), status=1)
+    said = finish(train(recipe, tmp_path, {"data.train": "none.jsonl"}), status=2)
     assert said.count("sample file (none.jsonl) does not exist") == 1
+    (empty := tmp_path / "empty.jsonl").touch()
+    said = finish(train(recipe, tmp_path, {"data.train": str(empty)}), status=1)
+    assert said.count(f"sample file ({empty}) is empty") == 1
     assert "ChildFailedError" not in said
     said = finish(train(recipe, tmp_path, {"optim.rows_per_step": 1}), status=2)
     assert said.count("optim.rows_per_step (1) leaves some of the processes (2) without a row") == 1
