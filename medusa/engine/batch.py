@@ -233,12 +233,11 @@ class Batch:
         """Use computed chunks: index their blocks for other requests, and emit first tokens after last chunks."""
         for chunk in chunks:
             chunk.request.cached.remember(chunk.request.text)
-            if chunk.ends:
+            if chunk.ends and not chunk.request.completion.max_new_tokens:  # only the prompt was to be scored
                 self._scheduler.finish(chunk.request)
-                if not chunk.request.completion.max_new_tokens:  # only the prompt was to be scored
-                    self._grown[chunk.request] = chunk.request.completion.end("length")
-                    chunk.request.close()
-                    self._scheduler.ended()
+                self._grown[chunk.request] = chunk.request.completion.end("length")
+                chunk.request.close()
+                self._scheduler.ended()
         ending = [chunk for chunk in chunks if chunk.ends and chunk.request.active]
         if not ending:
             return
@@ -252,6 +251,8 @@ class Batch:
         self._stop()
         self._state = first.state if self._state is None else self._state.join(first.state)
         self._decoding = self._decoding + requests
+        for request in requests:  # not before: if a step fails, all requests are in one of both places
+            self._scheduler.finish(request)
 
     def _extend(
         self, requests: Sequence[Request], tokens: list[list[int]], sizes: Sequence[int], reader: LogprobReader | None

@@ -184,6 +184,27 @@ def test_requests_that_leave_free_the_cache_at_once(speaker):
     assert batch.pool.held_tokens == 0 and len(batch) == 0 and batch.step() == {}
 
 
+@pytest.mark.parametrize("step", [1, 2])
+def test_a_batch_whose_step_fails_frees_its_cache(speaker, step):
+    class Grammar:
+        def forbid(self, tokens, parents, logits):
+            steps.append(tokens)
+            assert len(steps) < step, "broken"
+
+        def advance(self, tokens):
+            pass
+
+    steps, batch = [], speaker.batch(speaker.base.new_pool())
+    request = batch.add([5, 6, 7], constraint=Grammar())
+    for _ in range(step - 1):
+        batch.step()
+    with pytest.raises(AssertionError, match="broken"):
+        batch.step()
+    assert request.active and batch.pool.held_tokens > 0
+    batch.close()
+    assert batch.pool.held_tokens == 0
+
+
 def test_large_trees_wait_for_room(speaker):
     batch, params = speaker.batch(speaker.base.new_pool(22 * BLOCK)), SamplingParams(max_new_tokens=4, ignore_eos=True)
     requests = [batch.add([5 + n] * 20, params, Speculation("heads", nodes=40)) for n in range(10)]
