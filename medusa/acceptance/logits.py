@@ -132,7 +132,7 @@ def occurrences(draft: Draft, state: DecodeState, vocab_size: int, first_B1: Ten
     index_T = torch.arange(state.history.shape[1], device=roots_B1.device)
     counted_BT = (index_T >= first_B1) & (index_T <= state.positions[:, None])  # including the root
     text_BT = torch.where(counted_BT, state.history, roots_B1)
-    counts_BV = torch.zeros(len(roots_B1), vocab_size, device=roots_B1.device)
+    counts_BV = torch.zeros(len(roots_B1), vocab_size, dtype=torch.float32, device=roots_B1.device)
     counts_BV.scatter_add_(1, text_BT, counted_BT.float())
     drafted_BNN = draft.ancestors & (draft.depths > 0)[:, None]
     tokens_BNN = draft.tokens[:, None].expand(-1, nodes, -1)

@@ -81,7 +81,10 @@ class Mixer:
             ends = [torch.empty_like(state) if chain else None for state, chain in zip(states, own.chains, strict=True)]
             heads = parts.heads
             sizes = [(parts.key_heads, parts.keys), (heads, parts.values), (heads,), (heads,)]
-            given = [torch.empty(rows, *size) for size in sizes[: 4 if parts.kind == "delta rule" else 3]]
+            given = [
+                torch.empty(rows, *size, dtype=torch.float32)
+                for size in sizes[: 4 if parts.kind == "delta rule" else 3]
+            ]
             arrays = addresses(before), pasts, addresses(ends)
             alive += arrays
             memory.states, memory.pasts, memory.ends = (ctypes.addressof(array) for array in arrays)
@@ -102,7 +105,7 @@ class Mixer:
         begun, states, found = [], [], own.reach()
         pasts = (_Past * len(found))()
         for number, (kept, path) in enumerate(found):
-            begun.append(torch.zeros(self._shape) if kept is None else kept.state)
+            begun.append(torch.zeros(self._shape, dtype=torch.float32) if kept is None else kept.state)
             states.append(torch.empty_like(begun[-1]) if path else begun[-1])
             if kept is not None and path:
                 places, rows = (_INT * len(path))(*path), [x.data_ptr() for x in kept.rows]

@@ -97,7 +97,7 @@ class MixedRule:
     def __call__(self, draft: Draft, logits_BNV: Tensor, state: DecodeState) -> Verdict:
         """See ``Rule``. Rules without likelihoods allow one child at most, so their likelihoods stay 0."""
         edges_BN, bonus_BN = torch.zeros_like(draft.tokens, dtype=torch.bool), torch.zeros_like(draft.tokens)
-        likelihood_BN = torch.zeros(draft.tokens.shape, device=draft.tokens.device)
+        likelihood_BN = torch.zeros(draft.tokens.shape, dtype=torch.float32, device=draft.tokens.device)
         for group, (rows, part) in zip(self._groups, draft.parts, strict=True):
             size = part.tokens.shape[1]
             verdict = group.rule(part, logits_BNV[rows][:, :size], state.select(rows))

@@ -31,7 +31,7 @@ def replace_by_gradient(
 ) -> tuple[Tensor, Tensor]:
     """Overwrite logits [R, V] with the gradients of their losses; see ``medusa.cpu.losses.replace_by_gradient``."""
     rows, columns = logits.shape
-    loss = torch.empty(rows, device=logits.device)
+    loss = torch.empty(rows, dtype=torch.float32, device=logits.device)
     correct, labels = torch.empty_like(labels, memory_format=torch.contiguous_format), labels.contiguous()
     if kind == "ce":
         teacher, taught_by = logits, labels  # not read

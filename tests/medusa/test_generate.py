@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+from contextlib import contextmanager
 from functools import partial
 
 import pytest
@@ -20,6 +21,16 @@ from medusa.drafters import Drafter, HeadsDrafter, PlainDrafter
 from medusa.tree import Draft
 
 PROMPTS = ["def f(x):", "a", "once upon a time"]
+
+
+@contextmanager
+def default_dtype(dtype):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 @pytest.fixture(scope="module")
@@ -39,17 +50,29 @@ def test_plain_greedy_is_transformers_greedy(model, base):
 
 @pytest.mark.parametrize(
     "around",
-    [partial(torch.device, "meta"), partial(torch.autocast, "cpu", torch.float16)],
-    ids=["another default device", "autocast"],
+    [
+        partial(torch.device, "meta"),
+        partial(torch.autocast, "cpu", torch.float16),
+        partial(default_dtype, torch.float64),
+    ],
+    ids=["another default device", "autocast", "another default dtype"],
 )
 def test_what_a_program_sets_for_its_own_tensors_changes_nothing(base_directory, around):
     options = {"base": base_directory, "dtype": torch.bfloat16, "device": "cpu"}
+    rules = [Speculation(nodes=4), Speculation(acceptance="typical", nodes=4)]
+    params = [
+        SamplingParams(max_new_tokens=12, repetition_penalty=1.2, presence_penalty=0.5),
+        SamplingParams(max_new_tokens=12, temperature=1.0, seed=3),
+    ]
+
+    def write(model):
+        return [each.tokens for each in model.generate(PROMPTS[:2], sampling=params, speculation=rules)]
+
     model = MedusaModel.from_pretrained(None, **options)
-    expected = model.generate(PROMPTS[0], max_new_tokens=12, nodes=4).tokens
+    expected = write(model)
     with around():
-        assert model.generate(PROMPTS[0], max_new_tokens=12, nodes=4).tokens == expected
-        again = MedusaModel.from_pretrained(None, **options)
-        assert again.generate(PROMPTS[0], max_new_tokens=12, nodes=4).tokens == expected
+        assert write(model) == expected
+        assert write(MedusaModel.from_pretrained(None, **options)) == expected
 
 
 @pytest.mark.slow

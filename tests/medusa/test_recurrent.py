@@ -18,6 +18,7 @@ from medusa.recurrence.states import MOST_SAVED
 from medusa.tree import Draft
 from tests.medusa.test_batch import check
 from tests.medusa.test_conformance import DELTA, MAMBA
+from tests.medusa.test_generate import default_dtype
 
 SHAPE = {
     "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -58,6 +59,12 @@ def loaded(request, tokenizer):
 def speaker(loaded, make_heads):
     base = loaded[1]
     return MedusaModel(base, make_heads(base="").float())
+
+
+def test_states_do_not_depend_on_torchs_default_dtype(speaker):
+    expected = speaker.generate(PROMPT, max_new_tokens=12, nodes=4).tokens
+    with default_dtype(torch.float16):
+        assert speaker.generate(PROMPT, max_new_tokens=12, nodes=4).tokens == expected
 
 
 def written(theirs, prompt, count):
