@@ -145,6 +145,12 @@ class MedusaModel:
             >>> model = MedusaModel.from_pretrained("runs/demo/heads")
             >>> print(model.generate("def read_lines(path):").text)
         """
+        for what, name in {"heads": heads, "base": base, "draft_model": draft_model}.items():
+            if not isinstance(name, str | Path | None):
+                raise ValueError(
+                    f"{what} (of type {type(name).__name__}) is no path and no Hub id; give one, or for a model of"
+                    " transformers MedusaModel(BaseModel(model, tokenizer))"
+                )
         how = {"device": device, "attention": attention, "int8": int8, "load_options": load_options}
         model, own, provenance = load_base_and_heads(heads, base, dtype, revision, **how)
         small = None if draft_model is None else load_draft_model(draft_model, model)

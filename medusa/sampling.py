@@ -117,6 +117,9 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for name in ("max_new_tokens", "max_steps", "top_k", "logprobs", "prompt_logprobs"):
             check_whole(name, getattr(self, name))
+        for name in ("ignore_eos", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} ({getattr(self, name)!r}) must be True or False; correct it")
         if self.seed is not None and (not is_whole(self.seed) or not 0 <= self.seed < 2**63):
             raise ValueError(f"seed ({self.seed!r}) must be a number from 0 to 2**63 - 1; correct it")
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop or ()
@@ -298,13 +301,14 @@ def sources(drafter: str) -> tuple[str, ...]:
 def check_whole(name: str, value: object) -> None:
     """Check that a value is a whole number; None is allowed for limits that may be left out."""
     if not is_whole(value) and (value is not None or name not in NO_LIMIT):
-        raise ValueError(f"{name} ({value}) must be a whole number; correct it")
+        raise ValueError(f"{name} ({value!r}) must be a whole number; correct it")
 
 
 def check_range(name: str, value: object, low: float, high: float) -> None:
     """Check that a value is a finite number in its range."""
     if not is_number(value) or not low <= value <= high or value > LARGEST:
-        raise ValueError(f"{name} ({value}) must be between {low} and {min(high, LARGEST)}; correct it")
+        kind = "" if is_number(value) else "an int or a float "
+        raise ValueError(f"{name} ({value!r}) must be {kind}between {low} and {min(high, LARGEST)}; correct it")
 
 
 def is_number(value: object) -> TypeGuard[float]:

@@ -61,6 +61,8 @@ def read_checkpoint(
     adapter: str | Path,
 ) -> Checkpoint:
     """Load model and tokenizer; see ``BaseModel.load`` for arguments and errors."""
+    if dtype not in (None, torch.float64, *DTYPES):
+        raise ValueError(f"dtype ({dtype!r}) is not one of a base; give torch.bfloat16, float16 or float32, or None")
     device = usable_device(device)
     if device.type == "cpu":
         limit_threads()

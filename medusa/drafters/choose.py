@@ -114,7 +114,7 @@ class Drafters:
             known = ", ".join(sorted(self.named)) or "none"
             raise ValueError(f"heads ({speculation.heads!r}) are not loaded; choose one of: {known}")
         if name is not None and not isinstance(name, str):
-            if not hasattr(name, "observe"):
+            if not hasattr(name, "observe") or isinstance(name, type):
                 raise ValueError(
                     f"drafter ({name!r}) is neither a name nor a Drafter; give a name, or a subclass of Drafter"
                 )

@@ -12,6 +12,7 @@ import sys
 from contextlib import contextmanager
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from tokenizers import processors
@@ -373,12 +374,40 @@ def test_a_conversation_that_the_template_refuses(with_template):
         {"max_steps": 1.5},
         {"seed": 1.0},
         {"seed": [1.5]},
+        {"ignore_eos": "no"},
+        {"skip_special_tokens": 1},
     ],
     ids=str,
 )
-def test_numbers_that_are_not_whole_get_one_sentence(model, options):
+def test_values_of_another_type_get_one_sentence(model, options):
     with pytest.raises(ValueError, match=rf"{next(iter(options))} \("):
-        model.generate("abc", temperature=1.0, **options)
+        model.generate("abc", **{"temperature": 1.0} | options)
+
+
+def test_numbers_of_numpy_are_shown_as_such(model):
+    with pytest.raises(ValueError, match=r"nodes \(np.int64\(4\)\) must be a whole number; correct it"):
+        model.generate("abc", nodes=np.int64(4))
+    with pytest.raises(ValueError, match=r"temperature \(np.float32\(0.5\)\) must be an int or a float between 0"):
+        model.generate("abc", temperature=np.float32(0.5))
+
+
+@pytest.mark.parametrize("what", ["heads", "base", "draft_model"])
+def test_what_is_no_name_of_a_model(base_directory, model, what):
+    with pytest.raises(
+        ValueError, match=rf"{what} \(of type LlamaForCausalLM\) is no path and no Hub id; give one, or"
+    ):
+        MedusaModel.from_pretrained(**{"base": base_directory, what: model.base.model})
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", torch.int8, torch.float8_e4m3fn, torch.complex64])
+def test_what_is_no_dtype_of_a_base(base_directory, dtype):
+    with pytest.raises(ValueError, match=r"dtype \(.*\) is not one of a base; give torch.bfloat16, float16 or float32"):
+        MedusaModel.from_pretrained(base=base_directory, dtype=dtype)
+
+
+def test_a_class_is_no_drafter(model):
+    with pytest.raises(ValueError, match=r"PlainDrafter'>\) is neither a name nor a Drafter"):
+        model.generate("abc", drafter=PlainDrafter)
 
 
 @dataclasses.dataclass
