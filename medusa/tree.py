@@ -26,6 +26,7 @@ class Tree:
     paths: tuple[tuple[int, ...], ...]
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "paths", tuple(map(tuple, self.paths)))  # others' trees are lists of lists
         known = set(self.paths)
         if len(known) != len(self.paths) or () in known:
             raise ValueError("tree paths must be different and not empty; remove the repeated or empty ones")

@@ -115,7 +115,7 @@ class Batch:
 
         Raises:
             ValueError: The prompt is empty, fills the context or holds a number that is not a token id; this model
-                cannot serve the parameters; or the tokens exceed the KV cache.
+                cannot serve the parameters; the tokens exceed the KV cache; or the base is in training mode.
         """
         check_whole("priority", priority)
         base, prompt = self._base, list(prompt)
@@ -140,6 +140,10 @@ class Batch:
             ValueError: The request cannot join.
         """
         base = self._base
+        if base.model.training:
+            raise ValueError(
+                f"base ({base.name}) is in training mode: dropout changes its text; call base.model.eval()"
+            )
         base.check_tokens("prompt", prompt)
         base.check_tokens("logit_bias", params.logit_bias or ())
         rule = build_rule(params, speculation, base.device)

@@ -307,6 +307,15 @@ def test_wrong_parameters_are_named(speaker, options, message):
         speaker.generate([5, 6], **options)
 
 
+def test_a_base_that_somebody_trains_is_refused(speaker):
+    speaker.base.model.train()
+    try:
+        with pytest.raises(ValueError, match=r"is in training mode: .*; call base.model.eval\(\)"):
+            speaker.generate([5, 6])
+    finally:
+        speaker.base.model.eval()
+
+
 @pytest.mark.parametrize("token", [-1, 10**6, "a"])
 def test_a_refused_prompt_is_not_in_the_batch(speaker, token):
     batch = speaker.batch()

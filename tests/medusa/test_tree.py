@@ -13,6 +13,7 @@ def test_a_tree_lists_its_nodes_by_depth_with_parents_before_children():
     tree = Tree(((1,), (0, 1), (0,), (0, 1, 0)))
     assert tree.paths == ((0,), (1,), (0, 1), (0, 1, 0))
     assert (tree.nodes, tree.depth, tree.width) == (5, 3, 2)
+    assert Tree([[1], [0, 1], [0], [0, 1, 0]]) == tree
     assert tree.parents.tolist() == [0, 0, 0, 1, 3]
     draft = Draft.of(torch.arange(5)[None], tree.parents[None], tree.depth)
     assert draft.depths.tolist() == [[0, 1, 1, 2, 3]]
