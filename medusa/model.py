@@ -67,6 +67,11 @@ class MedusaModel:
         provenance: Mapping[str, Any] | None = None,
         draft_model: BaseModel | None = None,
     ) -> None:
+        if not isinstance(base, BaseModel):
+            raise TypeError(
+                f"base (of type {type(base).__name__}) is no BaseModel; make one with BaseModel(model, tokenizer), or"
+                " use from_pretrained"
+            )
         if heads is not None:
             heads = _fitted(heads, base)
             base = base.tapped(heads.config.feature_layers)
@@ -148,8 +153,8 @@ class MedusaModel:
         for what, name in {"heads": heads, "base": base, "draft_model": draft_model}.items():
             if not isinstance(name, str | Path | None):
                 raise ValueError(
-                    f"{what} (of type {type(name).__name__}) is no path and no Hub id; give one, or for a model of"
-                    " transformers MedusaModel(BaseModel(model, tokenizer))"
+                    f"{what} (of type {type(name).__name__}) is no path and no Hub id; give one, or make a base of a"
+                    " model of transformers (docs/python.md)"
                 )
         how = {"device": device, "attention": attention, "int8": int8, "load_options": load_options}
         model, own, provenance = load_base_and_heads(heads, base, dtype, revision, **how)

@@ -399,6 +399,11 @@ def test_what_is_no_name_of_a_model(base_directory, model, what):
         MedusaModel.from_pretrained(**{"base": base_directory, what: model.base.model})
 
 
+def test_a_model_of_transformers_is_no_base(base):
+    with pytest.raises(TypeError, match=r"base \(of type LlamaForCausalLM\) is no BaseModel; make one with"):
+        MedusaModel(base.model)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", torch.int8, torch.float8_e4m3fn, torch.complex64])
 def test_what_is_no_dtype_of_a_base(base_directory, dtype):
     with pytest.raises(ValueError, match=r"dtype \(.*\) is not one of a base; give torch.bfloat16, float16 or float32"):
