@@ -25,3 +25,16 @@ def load_tokenizer(base: str) -> "PreTrainedTokenizerBase":
     except (OSError, ValueError, KeyError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"tokenizer of the base ({name}) cannot be loaded: {reason}; give its directory") from error
+
+
+def vocabulary_of(base: str) -> int | None:
+    """The number of tokens that a base can write, by its name; None = only its tokenizer is there."""
+    from transformers import AutoConfig
+
+    from medusa.base import smollm2
+    from medusa.base.names import full_name
+
+    try:
+        return int(AutoConfig.from_pretrained(smollm2.locate(full_name(base))).get_text_config().vocab_size)
+    except (OSError, ValueError):
+        return None

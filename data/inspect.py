@@ -11,7 +11,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from medusa.data import load_tokenizer
+from medusa.data import load_tokenizer, vocabulary_of
 from medusa.data.chat import special_tokens
 from medusa.data.shapes import visible
 from medusa.data.sources import Source, samples
@@ -48,7 +48,7 @@ def inspect(options: argparse.Namespace, logger: logging.Logger) -> None:
     source = Source(options.source, options.split, options.subset, options.streaming, options.limit)
     coloured = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and not options.json
     lengths, shown, trained_tokens = [], [], 0
-    for number, sample in enumerate(samples(source, tokenizer)):
+    for number, sample in enumerate(samples(source, tokenizer, vocabulary_of(options.base))):
         lengths.append(len(sample.input_ids))
         trained = int(sample.loss_mask.sum())
         trained_tokens += trained

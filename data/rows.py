@@ -42,7 +42,12 @@ PASSING = ("is_local", "local_files_only", "name_or_path", "truncation", "paddin
 
 
 def open_rows(
-    source: Source, tokenizer: PreTrainedTokenizerBase, row_tokens: int, cache: str | Path, window: int = WINDOW
+    source: Source,
+    tokenizer: PreTrainedTokenizerBase,
+    row_tokens: int,
+    cache: str | Path,
+    window: int = WINDOW,
+    vocabulary: int | None = None,
 ) -> PackedRows:
     """Rows of a source, mapped from disk; they are made first if the cache lacks them or its files are damaged.
 
@@ -54,6 +59,7 @@ def open_rows(
         row_tokens: T.
         cache: directory of all cached rows.
         window: number of samples that are packed together.
+        vocabulary: see `samples`.
 
     Raises:
         FileNotFoundError: there is no such source.
@@ -69,7 +75,7 @@ def open_rows(
             if directory.exists():
                 LOGGER.warning("rows in %s are damaged; they are made again", directory)
                 shutil.rmtree(directory)
-            _make(directory, samples(source, tokenizer), source, row_tokens, window)
+            _make(directory, samples(source, tokenizer, vocabulary), source, row_tokens, window)
             packed = _opened(directory)
     if packed is None:
         raise OSError(f"rows in {directory} cannot be read back; free space on its disk, or change data.cache")

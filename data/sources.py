@@ -121,15 +121,22 @@ class Source:
         return None if means_files(self.path) else HubData(self.path, self.split, self.subset, self.streaming)
 
 
-def read_samples(source: str | Path | Source, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
+def read_samples(
+    source: str | Path | Source, tokenizer: PreTrainedTokenizerBase, vocabulary: int | None = None
+) -> list[Sample]:
     """All samples of a source that fits into memory; see `samples`."""
-    return list(samples(source if isinstance(source, Source) else Source(str(source)), tokenizer))
+    return list(samples(source if isinstance(source, Source) else Source(str(source)), tokenizer, vocabulary))
 
 
-def samples(source: Source, tokenizer: PreTrainedTokenizerBase) -> Iterator[Sample]:
+def samples(source: Source, tokenizer: PreTrainedTokenizerBase, vocabulary: int | None = None) -> Iterator[Sample]:
     """Tokenise a source, record by record; records without anything to learn are skipped and counted in one warning.
 
     A record becomes one document, or several if the chat template rewrites earlier turns.
+
+    Args:
+        source: the records.
+        tokenizer: the base's tokenizer.
+        vocabulary: number of tokens that the base can write, often more than its tokenizer has; None = the tokenizer's.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -138,7 +145,7 @@ def samples(source: Source, tokenizer: PreTrainedTokenizerBase) -> Iterator[Samp
 
     def parse(_: str, record: Mapping[str, Any]) -> list[Sample]:
         found = _tokens(present(record), tokenizer, source.prompts)
-        return [_sample(ids, mask, len(tokenizer), source.prompts) for ids, mask in found]
+        return [_sample(ids, mask, vocabulary or len(tokenizer), source.prompts) for ids, mask in found]
 
     remedy = (
         "; if they are prompts, let the base answer them (data regenerate), or learn from them (data.supervise: all)"

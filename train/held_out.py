@@ -45,7 +45,7 @@ def read_held_out(data: DataRecipe, options: EvaluateRecipe, base: BaseModel, tr
     longest = max(1, base.context_length - options.max_new_tokens)
     limit = data.limit if data.streaming else 0
     source = Source(data.heldout, data.heldout_split, data.subset, data.streaming, limit)
-    samples = _unseen(read_samples(source, base.tokenizer), training, data)
+    samples = _unseen(read_samples(source, base.tokenizer, base.vocab_size), training, data)
     packed = pack(samples, data.row_tokens)
     return HeldOut(
         packed.take(held_out_rows(len(packed), options.rows)),

@@ -105,7 +105,9 @@ class Trainer:
 
         prompts = data.supervise == "all"
         source = Source(data.train, data.train_split, data.subset, data.streaming, data.limit, prompts)
-        self.packed = packed = open_rows(source, base.tokenizer, data.row_tokens, data.cache)
+        self.packed = packed = open_rows(
+            source, base.tokenizer, data.row_tokens, data.cache, vocabulary=base.vocab_size
+        )
         LOGGER.info("%d rows of %d tokens, %.1f %% filled", len(packed), data.row_tokens, 100 * packed.fill)
         check_same(recipe, packed.fingerprint(), workers)
         position = workers.from_first(directory.position)

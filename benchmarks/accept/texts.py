@@ -71,7 +71,7 @@ def _read(model: MedusaModel, path: Path) -> Known:
         _mend(path)
         if not path.stat().st_size:
             return known
-    for sample in read_samples(path, model.base.tokenizer):
+    for sample in read_samples(path, model.base.tokenizer, model.base.vocab_size):
         prompt, ids, mask = tuple(sample.prompt), sample.input_ids.tolist(), sample.loss_mask.tolist()
         end = next((place for place in range(len(prompt), len(ids)) if not mask[place]), len(ids))
         answer = ids[len(prompt) : end]

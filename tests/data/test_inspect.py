@@ -1,5 +1,6 @@
 import json
 import logging
+import shutil
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,17 @@ def test_failures_are_one_message(words: list[str], tmp_path: Path, caplog: pyte
     assert wrong.value.code == 2
     assert main([*words, "--streaming", "--limit", "0"]) == 2
     assert caplog.messages[-1] == "--streaming needs --limit, the number of records to read; give it"
+
+
+def test_a_base_may_write_more_tokens_than_its_tokenizer_has(tmp_path: Path, base_directory: Path, caplog) -> None:
+    words = ["inspect", "--base", str(shutil.copytree(base_directory, tmp_path / "base")), "--count", "0"]
+    config = json.loads((base_directory / "config.json").read_text())
+    samples = tmp_path / "samples.jsonl"
+    samples.write_text(json.dumps({"input_ids": [1, config["vocab_size"]], "loss_mask": [0, 1]}) + "\n")
+    assert main([*words, "--source", str(samples)]) == 1
+    assert f"outside 0..{config['vocab_size'] - 1}" in caplog.messages[-1]
+    (tmp_path / "base" / "config.json").write_text(json.dumps(config | {"vocab_size": config["vocab_size"] + 1}))
+    assert main([*words, "--source", str(samples)]) == 0
 
 
 def test_a_terminal_obeys_no_data_set(

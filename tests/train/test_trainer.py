@@ -3,6 +3,7 @@
 import json
 import logging
 import shlex
+import shutil
 import sys
 from dataclasses import asdict
 from functools import partial
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from transformers import AutoModelForCausalLM
 
 from medusa.base.checkpoint import choose_dtype
 from medusa.base.model import BaseModel
@@ -119,6 +121,18 @@ def test_heads_learn_from_prompts_that_nobody_answered(recipe: Path, tmp_path: P
     assert run(recipe, tmp_path / "all", **values, **{"data.supervise": "all"}) == 0
     *steps, _ = metrics(tmp_path / "all")
     assert steps[-1]["loss"] < steps[0]["loss"] - 0.1
+
+
+def test_heads_learn_tokens_that_the_tokenizer_lacks(recipe: Path, base: Path, tmp_path: Path) -> None:
+    wide, data = shutil.copytree(base, tmp_path / "base"), tmp_path / "samples.jsonl"
+    model = AutoModelForCausalLM.from_pretrained(base)
+    count = model.config.vocab_size
+    model.resize_token_embeddings(count + 7)
+    model.save_pretrained(wide)
+    line = {"input_ids": [*range(60), count + 6], "loss_mask": [0, *[1] * 60]}
+    data.write_text(json.dumps(line) + "\n")
+    values = {"base.name": wide, "data.train": data, "data.heldout": "", "optim.rows_per_step": 1, "optim.steps": 1}
+    assert run(recipe, tmp_path / "run", **values) == 0
 
 
 def test_own_lm_heads_and_bfloat16_train(recipe: Path, tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ def compare(plan: Plan, out: Path, tell: Tell) -> None:
     model = MedusaModel.from_pretrained(out / "heads", base=plan.asked.base)
     assert model.heads is not None, "they are in that directory"
     write_card(out / "heads", model.heads.config, "native", provenance=load_provenance(out / "heads"))
-    samples = read_samples(out / HELDOUT, model.base.tokenizer)
+    samples = read_samples(out / HELDOUT, model.base.tokenizer, model.base.vocab_size)
     prompts = held_out_prompts(samples, plan.compared, model.base.context_length - COMPARED_TOKENS)
     for options in WAYS.values():
         _decoded(model, prompts[0], options)
