@@ -21,7 +21,8 @@ HERE = (*(each.name for each in fields(ModelOptions)), "tree", "ngrams")
 """Flags that only apply to a model in this process."""
 EPILOG = """\
 With a terminal: /? lists the commands, Ctrl-C stops an answer, Ctrl-D leaves.
-Without one: every line of the input is a message; answers go to stdout, everything else to stderr.
+Without one: every line of the input is a message; answers go to stdout, everything else to stderr. If a line fails, the
+others are answered, and the exit status is 1.
 
   medusa chat --temperature 0.8 --colour
   medusa chat --endpoint http://localhost:8000/v1
@@ -82,7 +83,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the chat.
 
     Returns:
-        Exit status: 0 at the end of the input, 1 for a failure, 2 for wrong use, 130 after Ctrl-C outside of an answer.
+        Exit status: 0 at the end of the input, 1 for a failure (without a terminal, that of a single line too), 2 for
+        wrong use, 130 after Ctrl-C outside of an answer.
     """
     args, settings = _read_flags(argv)
     show_messages()
@@ -97,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             found = load_settings(args.settings)
             settings = replace(settings, drafter=found.drafter, nodes=found.nodes)
-        (_talk_to_server if args.endpoint else _talk_to_model)(args, terminal, settings)
+        failed = (_talk_to_server if args.endpoint else _talk_to_model)(args, terminal, settings)
     except (OSError, ValueError, RuntimeError) as error:
         if isinstance(error, BrokenPipeError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -106,18 +108,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
-    return 0
+    return int(failed and not terminal.interactive)
 
 
-def _talk_to_server(args: argparse.Namespace, terminal: Terminal, settings: GenerationOptions) -> None:
+def _talk_to_server(args: argparse.Namespace, terminal: Terminal, settings: GenerationOptions) -> bool:
+    """Chat with a server's model; returns whether a line failed."""
     from medusa.serve.chat.remote import RemoteModel
 
     model = RemoteModel(args.endpoint, args.model or "", os.environ.get("MEDUSA_API_KEY", ""))
     title = f"model  {model.base.name} at {args.endpoint} ({model.base.context_length:,} tokens of context)"
-    Repl(model, terminal, COMMANDS, Conversation(args.system), settings, title).run()
+    repl = Repl(model, terminal, COMMANDS, Conversation(args.system), settings, title)
+    repl.run()
+    return repl.failed
 
 
-def _talk_to_model(args: argparse.Namespace, terminal: Terminal, settings: GenerationOptions) -> None:
+def _talk_to_model(args: argparse.Namespace, terminal: Terminal, settings: GenerationOptions) -> bool:
+    """Chat with a model in this process; returns whether a line failed."""
     from medusa import Prefix, load_tree
     from medusa.drafters.ngram import NgramCache
 
@@ -130,11 +136,13 @@ def _talk_to_model(args: argparse.Namespace, terminal: Terminal, settings: Gener
     title = describe(model, options.heads_or_default())
     if settings.nodes is None and tree is None:
         title += "\n" + model.explain(settings.drafter)
+    repl = Repl(model, terminal, COMMANDS, Conversation(args.system), settings, title, Prefix(), tree)
     try:
-        Repl(model, terminal, COMMANDS, Conversation(args.system), settings, title, Prefix(), tree).run()
+        repl.run()
     finally:
         if args.ngrams:
             model.ngrams.save(args.ngrams)
+    return repl.failed
 
 
 def _offered(terminal: Terminal, options: ModelOptions) -> ModelOptions:

@@ -47,6 +47,8 @@ class Repl:
     """A static tree for all steps; None = a dynamic tree in each step."""
     outputs: "list[Output]" = field(default_factory=list)
     """The answers of this session."""
+    failed: bool = False
+    """Whether a message was not answered, or a command refused."""
     _attempt: int = 0
     _reasoned: bool = False
     _forgotten: int = 0
@@ -72,6 +74,7 @@ class Repl:
                     raise
                 self.terminal.note("To leave: /bye or Ctrl-D.")
             except (ValueError, OSError, RuntimeError) as error:
+                self.failed = True
                 self.terminal.error(str(error))
 
     def handle(self, line: str) -> None:

@@ -128,6 +128,12 @@ def test_input_that_is_not_utf8_does_not_end_the_chat(say, heads, capsys):
     assert capsys.readouterr().out == expected
 
 
+def test_a_line_that_fails_shows_in_the_status_of_a_pipe(say, heads, capsys):
+    assert say(b"/nonsense\nhello\n", "--heads", heads) == 1
+    out, notes = capsys.readouterr()
+    assert out.strip() and "unknown command (/nonsense)" in notes
+
+
 @pytest.fixture(scope="module")
 def url(speaker):
     with serving(speaker) as server:
@@ -157,7 +163,7 @@ def test_the_chat_asks_a_server(url, say, capsys):
     ("flags", "message"), [("--model other", "model (other) is not served"), ("--drafter mtp", "400: ")]
 )
 def test_what_a_server_refuses_is_said(url, say, capsys, flags, message):
-    say(b"say hello\n", "--endpoint", url, *flags.split())
+    assert say(b"say hello\n", "--endpoint", url, *flags.split()) == 1
     assert message in capsys.readouterr().err
 
 
