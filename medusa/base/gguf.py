@@ -4,7 +4,6 @@ The result is a directory with config, tokenizer and ``WEIGHTS``. A matrix stays
 kernels support its type and its rows are rows of the file; all other tensors are stored expanded.
 """
 
-import errno
 import fcntl
 import glob
 import hashlib
@@ -82,9 +81,8 @@ def keep(directory: Path, make: Callable[[Path], None]) -> None:
         directory.parent.mkdir(parents=True, exist_ok=True)
         opened = directory.with_name(f"{directory.name}.lock").open("w")
     except OSError as error:
-        if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
-            raise
-        raise CacheError(f"cache ({directory.parent}) cannot be written; set XDG_CACHE_HOME") from error
+        why = f"cannot be written ({error.strerror}); set XDG_CACHE_HOME to a directory with room"
+        raise CacheError(f"cache ({directory.parent}) {why}") from error
     with opened as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if directory.exists():

@@ -411,6 +411,13 @@ def test_a_damaged_conversion_is_named(file):
     (directory / "config.json").write_bytes(kept)
 
 
+def test_a_cache_that_is_a_file_is_named(file, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(OSError, match=r"cache \(.*file/medusa/bases\) cannot be written \(Not a directory\); set XDG"):
+        gguf.locate(str(file))
+
+
 def test_a_full_disk_is_one_error_and_nothing_is_kept(file, cache, monkeypatch):
     def full(*_):
         raise SafetensorError("No space left on device")
