@@ -60,6 +60,8 @@ def export(
     """
     target, out = named_format(format_name), Path(out).resolve()
     source = fetch_heads(heads)
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"out ({out}) is a file; give a directory")
     if out.is_dir() and any(out.iterdir()) and not target.matches(out):
         raise ValueError(f"directory ({out}) holds something else than {format_name!r} heads; give a new directory")
     loaded = load_heads(source, dtype=dtype)

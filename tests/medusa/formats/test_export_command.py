@@ -93,6 +93,13 @@ def test_an_export_that_was_stopped_starts_again(saved, tmp_path, monkeypatch, n
     assert run(*words) == 0, "over itself"
 
 
+def test_a_file_is_not_replaced(saved, tmp_path, capsys):
+    (tmp_path / "out").write_text("mine")
+    assert run("--heads", saved["own"], "--format", "native", "--out", tmp_path / "out") == 1
+    assert capsys.readouterr().err == f"out ({tmp_path / 'out'}) is a file; give a directory\n"
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["mine"]
+
+
 def test_a_full_disk_is_one_sentence(saved, tmp_path, monkeypatch, capsys):
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (5000, before[1]))
