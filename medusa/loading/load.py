@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from medusa.base.model import BaseModel
-from medusa.base.names import resolve_base, shipped_heads
+from medusa.base.names import is_at, resolve_base, shipped_heads
 from medusa.formats import load_heads, load_provenance
 from medusa.heads import DraftHeads, HeadsConfig
 from medusa.io.hub import fetch_heads, is_model
@@ -61,8 +61,14 @@ def load_base_and_heads(
         logger.warning("%s is a model without heads: it is loaded alone", heads)
     if directory is None or loaded is None:
         return base_model, None, None
-    loaded.config.check_fit(base_model.hidden_size, base_model.vocab_size, base_model.name)
+    theirs = loaded.with_config(base=_from_here(config.base, directory)).config
+    theirs.check_fit(base_model.hidden_size, base_model.vocab_size, base_model.name)
     return base_model, loaded.with_config(base=base_model.name), load_provenance(directory)
+
+
+def _from_here(base: str, directory: Path) -> str:
+    """The name of the heads' base as a user can give it: a path that is relative to the heads is resolved."""
+    return str((directory / base).resolve()) if base and is_at(directory / base) else base
 
 
 def _told_apart(

@@ -16,9 +16,11 @@ import numpy as np
 import pytest
 import torch
 from tokenizers import processors
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from medusa import BaseModel, HeadsConfig, MedusaModel, SamplingParams, Speculation, Tree, build_heads
 from medusa.drafters import Drafter, HeadsDrafter, PlainDrafter
+from medusa.formats import save_heads
 from medusa.tree import Draft
 
 PROMPTS = ["def f(x):", "a", "once upon a time"]
@@ -199,6 +201,18 @@ def test_prompts_come_as_text_ids_or_tensors(model, base):
 def test_wrong_inputs_are_named(model, prompt, options, message):
     with pytest.raises(ValueError, match=message):
         model.generate(prompt, **options)
+
+
+def test_the_base_of_the_heads_is_named_as_it_can_be_given(base_directory, make_heads, tokenizer, tmp_path):
+    heads = make_heads()
+    heads.config = dataclasses.replace(heads.config, base=str(base_directory))
+    save_heads(heads, tmp_path / "heads")
+    shape = {"hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_layers": 1}
+    other = LlamaConfig(vocab_size=len(tokenizer), intermediate_size=32, **shape)
+    LlamaForCausalLM(other).save_pretrained(tmp_path / "other")
+    tokenizer.save_pretrained(tmp_path / "other")
+    with pytest.raises(ValueError, match=f"belong to {re.escape(str(base_directory.resolve()))}: give that one"):
+        MedusaModel.from_pretrained(tmp_path / "heads", base=tmp_path / "other", device="cpu")
 
 
 def test_heads_of_another_base_are_refused(base):
