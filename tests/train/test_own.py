@@ -3,6 +3,7 @@
 import copy
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -79,6 +80,17 @@ def test_the_next_command_is_one_that_the_base_can_take(template: bool, command:
     said = StringIO()
     result.show(SimpleNamespace(asked=ASKED), tmp_path, Console(file=said, width=200))  # type: ignore[arg-type]
     assert f"use them:    medusa {command} --heads {tmp_path / 'heads'}" in said.getvalue()
+
+
+def test_the_next_commands_take_a_path_with_spaces(tmp_path: Path) -> None:
+    ways = {name: {"tokens": 2, "steps": 1, "seconds": 1.0} for name in result.WAYS}
+    (out := tmp_path / "my runs").mkdir()
+    write_json(out / result.FILE, {**header("comparison"), "prompts": 1, "ways": ways})
+    said = StringIO()
+    result.show(SimpleNamespace(asked=ASKED), out, Console(file=said, width=200))  # type: ignore[arg-type]
+    use, export = said.getvalue().splitlines()[-2:]
+    assert shlex.split(use)[5] == str(out / "heads")
+    assert shlex.split(export)[-1] == str(out / "export")
 
 
 def test_dear_answers_are_passed_over_more_often() -> None:

@@ -1,5 +1,6 @@
 """The result: speed compared with plain decoding, the heads' card, and a table."""
 
+import shlex
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -79,8 +80,8 @@ def show(plan: Plan, out: Path, console: Console) -> None:
         figures = f"{way['tokens'] / way['steps']:.2f}", f"{speeds[name]:.1f}", f"{speeds[name] / speeds[PLAIN]:.2f}x"
         table.add_row(name, *figures, " ".join(f"{100 * share:.0f}" for share in accepted) if name == HEADS else "")
     console.print(table)
-    heads = out / "heads"
+    heads, exported = (shlex.quote(str(out / name)) for name in ("heads", "export"))
     use = f"chat --heads {heads} --colour" if compared.get("chat", True) else f"serve --heads {heads}"
     console.print(f"use them:    medusa {use}", highlight=False, markup=False, soft_wrap=True)
-    words = f"medusa export --heads {heads} --format {compared.get('export', 'custom-generate')} --out {out / 'export'}"
+    words = f"medusa export --heads {heads} --format {compared.get('export', 'custom-generate')} --out {exported}"
     console.print(f"export them: {words}", highlight=False, markup=False, soft_wrap=True)
