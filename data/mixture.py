@@ -11,6 +11,8 @@ from medusa.data.files import file_records
 from medusa.data.shapes import present, questions
 from medusa.data.yaml_file import read_yaml
 
+EXAMPLE = Path(__file__).parent / "mixtures" / "smollm2.yaml"
+
 FIELD = re.compile(r"\{(\w+)\}")
 SENTENCE = "# text = "
 """Text before a sentence in a treebank (CoNLL-U)."""
@@ -93,7 +95,7 @@ class Mixture:
             ValueError: The file is not a mixture; names the place.
         """
         if not path.is_file():
-            raise FileNotFoundError(f"mixture ({path}) does not exist; give a .yaml file as data/mixtures/smollm2.yaml")
+            raise FileNotFoundError(f"mixture ({path}) does not exist; give a .yaml file as {EXAMPLE}")
         try:
             content = read_yaml(path)
         except ValueError as error:
