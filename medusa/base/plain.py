@@ -19,9 +19,16 @@ def load_plain(path: str, dtype: torch.dtype, options: Mapping[str, Any]) -> Pre
         options: More arguments of ``from_pretrained``.
 
     Raises:
-        ValueError: The files lack weights, which would be random, or scale them in a way that is not read.
+        ValueError: The files lack weights, which would be random, have them in other shapes, or scale them in a way
+            that is not read.
     """
+    # Otherwise transformers raises an error that refers to a report in its log.
+    options = {"ignore_mismatched_sizes": True} | dict(options)
     model, found = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, output_loading_info=True, **options)
+    if odd := sorted(found["mismatched_keys"]):
+        name, stored, expected = odd[0]
+        shapes = f"{name} is {list(stored)}, and {list(expected)} by the config"
+        raise ValueError(f"{len(odd)} of its tensors do not have the shapes of its config.json: {shapes}")
     if missing := sorted(found["missing_keys"]):
         raise ValueError(f"its files lack {len(missing)} of the model's tensors, among them {missing[0]}")
     if scales := sorted(name for name in found["unexpected_keys"] if name.endswith(QUANTISED)):

@@ -24,6 +24,10 @@ def _as_gptq(weights):
     weights[PROJECTION.replace(".weight", ".qweight")] = packed
 
 
+def _narrower(weights):
+    weights[PROJECTION] = weights[PROJECTION][:60].clone()
+
+
 def _in_8_bits(weights):
     weights[PROJECTION] = weights[PROJECTION].to(torch.float8_e4m3fn)
     weights[PROJECTION + "_scale"] = torch.ones(())
@@ -45,9 +49,10 @@ def copy(base_directory, tmp_path):
         (partial(_without, "lm_head.weight"), r"its files lack 1 of the model's tensors, among them lm_head\.weight"),
         (partial(_without, PROJECTION), rf"lack 1 of the model's tensors, among them {PROJECTION}"),
         (_as_gptq, rf"lack 1 of the model's tensors, among them {PROJECTION}"),
+        (_narrower, rf"1 of its tensors .* shapes of its config\.json: {PROJECTION} is \[60, 32\], and .*"),
         (_in_8_bits, rf"quantised in a way that is not read here \({PROJECTION}_scale is left over\)"),
     ],
-    ids=["no output layer", "no projection", "GPTQ without its config", "scales that nobody reads"],
+    ids=["no output layer", "no projection", "GPTQ without its config", "another shape", "scales that nobody reads"],
 )
 def test_weights_that_the_files_do_not_say_are_not_made_up(copy, change, said):
     file = copy / "model.safetensors"
