@@ -179,6 +179,13 @@ def test_a_plan_fits_the_time_and_comes_back_from_its_file(tmp_path: Path) -> No
         Plan.load(tmp_path, ASKED)
 
 
+def test_the_plan_of_another_process_is_not_replaced(tmp_path: Path) -> None:
+    plan = make_plan(ASKED, measured(), 60.0, 1e12)
+    plan.save(tmp_path)
+    with pytest.raises(ValueError, match=r"--out \(.*\) holds a run that another process has just begun; give another"):
+        plan.save(tmp_path)
+
+
 def test_without_room_on_the_disk_each_pass_over_the_answers_is_one_of_the_base() -> None:
     roomy, narrow = make_plan(ASKED, measured(), 60.0, 1e12), make_plan(ASKED, measured(), 60.0, 1e6)
     assert (roomy.recipe["cache.mode"], narrow.recipe["cache.mode"]) == ("offline", "online")

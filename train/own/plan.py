@@ -66,7 +66,13 @@ class Plan:
     """Recipe values by their dotted keys."""
 
     def save(self, out: Path) -> None:
-        """Write the plan into the directory of the run."""
+        """Write the plan into the directory of the run.
+
+        Raises:
+            ValueError: another process has begun a run there meanwhile, whose plan would be lost.
+        """
+        if (out / FILE).exists():
+            raise ValueError(f"--out ({out}) holds a run that another process has just begun; give another directory")
         write_json(out / FILE, {**header("plan"), **asdict(self)})
 
     @staticmethod
