@@ -34,6 +34,7 @@ MEMORY = 0.4
 STUCK = 60.0
 """Seconds without a turn of its loop after which the engine counts as broken."""
 STOPPING = "the server is shutting down; ask another one"
+SLOW_GRAMMAR = "grammar or schema takes too long to follow, as ambiguous ones do; make it simpler"
 IDLE = 0.25
 """Most seconds that an idle engine sleeps before it checks the time."""
 
@@ -186,9 +187,9 @@ class Engine:
         """Add a request to the batch of the current model."""
         asked = job.asked
         try:
-            constraint = asked.constraint() if asked.constraint is not None else None
+            job.constraint = asked.constraint() if asked.constraint is not None else None
             request = self._batch.add(
-                asked.prompt, asked.params, asked.speculation, True, constraint, asked.client, asked.priority,
+                asked.prompt, asked.params, asked.speculation, True, job.constraint, asked.client, asked.priority,
                 continues=asked.text is not None,
             )  # fmt: skip
         except ValueError as error:
@@ -242,7 +243,11 @@ class Engine:
         self.metrics.stepped(len(grown), now - began, batch.preemptions - preempted)
 
     def _tell(self, job: Job, pieces: Sequence[Piece], now: float) -> None:
-        """Send a request its new text."""
+        """Send a request its new text; a request whose grammar holds up all others ends."""
+        if job.constraint is not None and job.constraint.slow:
+            self._events.append((job.ticket, ValueError(SLOW_GRAMMAR)))
+            self._withdraw(job.ticket, "error")
+            return
         output, before = job.request.output, job.told
         logprobs = tuple(output.logprobs[before:]) if output.logprobs is not None else ()
         scored = None if output.prompt_logprobs is None or job.first else tuple(output.prompt_logprobs)

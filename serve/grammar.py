@@ -1,7 +1,9 @@
 """Completions that follow a JSON schema or a grammar, by XGrammar, at every node of a tree."""
 
 import json
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +12,6 @@ import torch
 from torch import Tensor
 
 from medusa import BaseModel
-from medusa.engine.constraint import Constraint
 from medusa.serve.schema import MOST_OPTIONAL, check_schema, optional
 
 if TYPE_CHECKING:
@@ -22,6 +23,8 @@ MOST_SPACES = 16
 """Most white space between two parts of JSON; a weak model could write it forever."""
 MOST_TEXT = 32_768
 """Most characters of a schema or grammar, because compiling takes the server's time."""
+SLOW = 2.0
+"""Most seconds that a grammar may take in one step, because all requests wait for it."""
 IN_PLACE = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes of logits that XGrammar can mask itself."""
 
@@ -36,7 +39,7 @@ class Grammars:
     def __init__(self, base: BaseModel) -> None:
         self._base = base
 
-    def json_schema(self, schema: dict[str, Any]) -> Callable[[], Constraint]:
+    def json_schema(self, schema: dict[str, Any]) -> Callable[[], "Following"]:
         """JSON that follows a schema.
 
         Raises:
@@ -49,7 +52,7 @@ class Grammars:
         printable = self._printable
         return lambda: Following(compiled, printable)
 
-    def grammar(self, ebnf: str) -> Callable[[], Constraint]:
+    def grammar(self, ebnf: str) -> Callable[[], "Following"]:
         """Text that a grammar derives from its rule "root".
 
         Raises:
@@ -61,7 +64,7 @@ class Grammars:
 
     def structure(
         self, structure: dict[str, Any], schemas: Sequence[dict[str, Any]], free: bool
-    ) -> Callable[[], Constraint]:
+    ) -> Callable[[], "Following"]:
         """Text with parts in JSON, described by XGrammar's structural tags.
 
         Args:
@@ -132,13 +135,16 @@ class Following:
     Args:
         grammar: The grammar.
         tokens: int32 [W], bit mask of allowed tokens; None = all.
+
+    Attributes:
+        slow: Whether it took longer than ``SLOW``; from then on all tokens are allowed.
     """
 
     def __init__(self, grammar: "xgrammar.CompiledGrammar", tokens: Tensor | None = None) -> None:
         import xgrammar
 
         self._xgrammar, self._matcher = xgrammar, xgrammar.GrammarMatcher(grammar)
-        self._tokens, self._dead = tokens, False
+        self._tokens, self._dead, self.slow = tokens, False, False
         self._width = xgrammar.get_bitmask_shape(1, grammar.tokenizer_info.vocab_size)[1]
 
     def forbid(self, tokens: Sequence[int], parents: Sequence[int], logits_NV: Tensor) -> None:
@@ -147,7 +153,10 @@ class Following:
             return
         allowed_NW = torch.zeros(len(tokens), self._width, dtype=torch.int32)
         children, siblings = _links(parents)
-        self._matcher.traverse_draft_tree(children, siblings, torch.tensor(tokens), allowed_NW)
+        with self._watched():
+            self._matcher.traverse_draft_tree(children, siblings, torch.tensor(tokens), allowed_NW, SLOW)
+        if self.slow:
+            return
         allowed_NW[~allowed_NW.any(1)] = -1  # forbidden nodes, or the grammar has ended
         if self._tokens is not None:
             allowed_NW &= self._tokens
@@ -161,9 +170,18 @@ class Following:
 
     def advance(self, tokens: Sequence[int]) -> None:
         """See ``Constraint``."""
-        for token in tokens:
-            if not self._dead and not self._matcher.is_terminated():
-                self._dead = not self._matcher.accept_token(token)
+        with self._watched():
+            for token in tokens:
+                if not self._dead and not self._matcher.is_terminated():
+                    self._dead = not self._matcher.accept_token(token)
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        """Give up a grammar that takes too long."""
+        began = time.monotonic()
+        yield
+        self.slow = self.slow or time.monotonic() - began > SLOW
+        self._dead = self._dead or self.slow
 
 
 def _links(parents: Sequence[int]) -> tuple[Tensor, Tensor]:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 import medusa
+from medusa.serve.grammar import Following
 from medusa.serve.request import Asked, Ticket
 
 
@@ -16,6 +17,7 @@ class Job:
     batch: medusa.Batch = field(init=False)
     request: medusa.Request = field(init=False)
     """The request in the batch, from its acceptance on."""
+    constraint: Following | None = None
     admitted: bool = False
     """Whether it was admitted before."""
     told: int = 0

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from medusa import Output, SamplingParams, Speculation
-from medusa.engine.constraint import Constraint
 from medusa.engine.output import FinishReason, Piece, TokenLogprob
+from medusa.serve.grammar import Following
 
 
 class BusyError(Exception):
@@ -41,7 +41,7 @@ class Asked:
     """Token ids."""
     params: SamplingParams = field(default_factory=SamplingParams)
     speculation: Speculation = field(default_factory=Speculation)
-    constraint: Callable[[], Constraint] | None = None
+    constraint: Callable[[], Following] | None = None
     """Makes the constraint of the completion; None = no constraint."""
     client: str = ""
     """Name of the client; among waiting requests, the client with the fewest running requests comes first."""

@@ -8,11 +8,11 @@ from itertools import zip_longest
 from medusa import SamplingParams, Speculation, Tree
 from medusa.drafters.prediction import PredictionDrafter
 from medusa.engine.config import EngineConfig
-from medusa.engine.constraint import Constraint
 from medusa.sampling import SAMPLING, SPECULATION
 from medusa.serve.api.errors import refused, too_long
 from medusa.serve.api.protocol import Sampling, SpeculationBody
 from medusa.serve.api.service import Service
+from medusa.serve.grammar import Following
 from medusa.serve.request import Asked
 
 DRAFTING = SPECULATION & SpeculationBody.model_fields.keys() - {"tree"}
@@ -48,7 +48,7 @@ class Wanted:
     usual: int | None = None
     prompt_logprobs: int | None = None
     tagged: bool = False
-    constraint: Callable[[], Constraint] | None = None
+    constraint: Callable[[], Following] | None = None
     predicted: Sequence[int] = ()
     param: str = "messages"
     texts: Sequence[str | None] = ()

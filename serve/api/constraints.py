@@ -3,17 +3,16 @@
 from collections.abc import Callable
 from typing import Any
 
-from medusa.engine.constraint import Constraint
 from medusa.serve.api.errors import refused
 from medusa.serve.api.messages import ResponseFormat
 from medusa.serve.api.protocol import ChatRequest, CompletionRequest
 from medusa.serve.api.reasoning import Writing
 from medusa.serve.api.service import Service
 from medusa.serve.api.tools import Calls, json_form, parameters
-from medusa.serve.grammar import Grammars, check_grammar
+from medusa.serve.grammar import Following, Grammars, check_grammar
 from medusa.serve.threads import Threads
 
-Made = Callable[[], Constraint]
+Made = Callable[[], Following]
 COMPILING, MOST_SECONDS = 4, 30.0
 """Grammars that are compiled at a time, and seconds until one is refused."""
 

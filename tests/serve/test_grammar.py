@@ -3,7 +3,9 @@
 import functools
 import json
 import random
+from concurrent.futures import ThreadPoolExecutor
 
+import httpx
 import pytest
 import torch
 from jsonschema import validate
@@ -12,6 +14,7 @@ from medusa import MedusaModel, SamplingParams, Speculation
 from medusa.serve.api.messages import Tool
 from medusa.serve.api.tools import Calls
 from medusa.serve.grammar import Following, Grammars
+from tests.serve.live import serving
 
 PLAIN, TREES = Speculation(nodes=1), Speculation("hybrid", nodes=8)
 SHORT = {"type": "string", "maxLength": 6}
@@ -247,3 +250,16 @@ def test_arguments_follow_their_schema_once_a_call_begins(base, grammars):
     assert "\t" not in next_letters(begun, free=False), "control characters would spoil strings of limited length"
     closed = begun + '{"days": 1}}\n</tool_call>'
     assert {"<end>", "\n"} == next_letters(closed, free=False), "another one may follow"
+
+
+def test_an_ambiguous_grammar_ends_its_own_request_and_holds_up_no_other(speaker, monkeypatch):
+    slow = {"type": "grammar", "grammar": 'root ::= s "\\n"\ns ::= s s s | s s | [a-z]'}
+    chat = {"model": "small", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 100, "temperature": 0}
+    chat["logit_bias"] = {str(speaker.base.tokenizer("\n").input_ids[0]): -100}
+    monkeypatch.setattr("medusa.serve.grammar.SLOW", 0.02)
+    with serving(speaker) as live, ThreadPoolExecutor() as pool:
+        other = pool.submit(httpx.post, f"{live.url}/v1/chat/completions", json=chat)
+        refused = httpx.post(f"{live.url}/v1/chat/completions", json=chat | {"response_format": slow}, timeout=60)
+        assert (refused.status_code, other.result().status_code) == (400, 200)
+        assert "takes too long to follow, as ambiguous ones do" in refused.json()["error"]["message"]
+        assert live.engine._pool.held_tokens == 0
