@@ -60,12 +60,7 @@ def ask(service: Service, body: Sampling, wanted: Wanted, client: str) -> list[A
     Raises:
         ApiError: The body asks for something that cannot be served.
     """
-    count, settings = (body.n or 1) * len(wanted.prompts), service.settings
-    if count > settings.max_n:
-        raise refused(f"n ({count} completions) exceeds the limit ({settings.max_n}); ask for fewer", "n")
-    room = service.engine.settings.max_batch + service.engine.settings.max_waiting
-    if count > room:
-        raise refused(f"n ({count} completions) exceeds what the server can hold ({room}); ask for fewer", "n")
+    check_count(service, body, len(wanted.prompts))
     if body.min_tokens and not body.ignore_eos:
         raise refused("min_tokens is not supported; set max_tokens and ignore_eos, or leave it out", "min_tokens")
     if body.stream_options is not None and not body.stream:
@@ -74,7 +69,7 @@ def ask(service: Service, body: Sampling, wanted: Wanted, client: str) -> list[A
         speculation = _speculation(service, body, wanted.predicted)
     except ValueError as error:
         raise refused(str(error), "speculation") from error
-    limits = [float(limit) for limit in (body.timeout, settings.timeout) if limit is not None]
+    limits = [float(limit) for limit in (body.timeout, service.settings.timeout) if limit is not None]
     timeout, priority = min(limits, default=None), body.priority or 0
     seed = body.seed if body.seed is not None else random.getrandbits(31)
     bias, context = _bias(service, body), service.engine.model.base.context_length
@@ -85,6 +80,20 @@ def ask(service: Service, body: Sampling, wanted: Wanted, client: str) -> list[A
             seeded = replace(params, seed=(seed + number) % 2**63)
             found.append(Asked(prompt, seeded, speculation, wanted.constraint, client, priority, timeout, text))
     return found
+
+
+def check_count(service: Service, body: Sampling, prompts: int) -> None:
+    """Check that completions of this number of prompts are not too many.
+
+    Raises:
+        ApiError: They are.
+    """
+    count, most = (body.n or 1) * prompts, service.settings.max_n
+    if count > most:
+        raise refused(f"n ({count} completions) exceeds the limit ({most}); ask for fewer", "n")
+    room = service.engine.settings.max_batch + service.engine.settings.max_waiting
+    if count > room:
+        raise refused(f"n ({count} completions) exceeds what the server can hold ({room}); ask for fewer", "n")
 
 
 def _longest(wanted: Wanted, length: int, context: int) -> int:
@@ -109,12 +118,11 @@ def _speculation(service: Service, body: Sampling, predicted: Sequence[int]) -> 
         given["nodes"] = 1
     elif predicted and not drafting:
         given["drafter"] = PredictionDrafter(predicted)
-    if asked is None or asked.tree is None:
-        nodes, tree = given.get("nodes", 0), None
-    else:
-        nodes, tree = len(asked.tree) + 1, Tree(tuple(tuple(path) for path in asked.tree))
+    paths = None if asked is None else asked.tree
+    nodes = given.get("nodes", 0) if paths is None else len(paths) + 1
     if nodes > MOST_NODES:
         raise ValueError(f"nodes ({nodes}) exceed the limit ({MOST_NODES}); ask for a smaller tree")
+    tree = None if paths is None else Tree(tuple(map(tuple, paths)))
     return Speculation(**given, heads=heads, tree=tree)
 
 

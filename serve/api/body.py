@@ -2,9 +2,9 @@
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 logger = logging.getLogger(__name__)
@@ -12,6 +12,9 @@ logger = logging.getLogger(__name__)
 HEADER = "X-Ignored-Fields"
 MOST_NAMED = 512
 """Most characters of the names in a header."""
+Entry = TypeVar("Entry")
+ListOf = Annotated[list[Entry], Field(fail_fast=True)]
+"""A list that is read up to its first error: errors of a million entries would stop the server for a minute."""
 
 
 class Body(BaseModel):

@@ -5,9 +5,9 @@ from typing import Any
 
 from medusa import Output
 from medusa.engine.output import TokenLogprob
-from medusa.serve.api.asking import Wanted, ask
+from medusa.serve.api.asking import Wanted, ask, check_count
 from medusa.serve.api.constraints import constraint_of
-from medusa.serve.api.errors import refused
+from medusa.serve.api.errors import refused, too_long
 from medusa.serve.api.logprobs import Logprobs
 from medusa.serve.api.protocol import CompletionRequest
 from medusa.serve.api.reply import REASONS, Kind, Reply
@@ -95,11 +95,17 @@ def _encode(service: Service, body: CompletionRequest) -> tuple[list[str | None]
     """Text of every prompt, None if it was sent as token ids, and its token ids.
 
     Raises:
-        ApiError: There is no prompt.
+        ApiError: There is no prompt, or too many, or a too long one.
     """
     prompt: Any = body.prompt
     if prompt == []:
         raise refused("prompt (an empty list) holds nothing to complete; give at least one prompt", "prompt")
     prompts = [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
+    check_count(service, body, len(prompts))  # encoding them would keep other clients waiting
+    found, context = list[list[int]](), service.engine.model.base.context_length
+    for one in prompts:
+        found.append(service.texts.encode(one) if isinstance(one, str) else list(one))
+        if (size := len(found[-1])) > context:
+            raise too_long(context, f"the prompt has {size}, which leaves no room for an answer", "prompt")
     texts = [one if isinstance(one, str) else service.texts.decode(one) if body.echo else None for one in prompts]
-    return texts, [service.texts.encode(one) if isinstance(one, str) else list(one) for one in prompts]
+    return texts, found

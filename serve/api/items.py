@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Discriminator, Field, StrictBool, StrictInt, Tag
 from pydantic_core import PydanticCustomError
 
-from medusa.serve.api.body import Body, lacking
+from medusa.serve.api.body import Body, ListOf, lacking
 from medusa.serve.api.messages import (
     AllowedChoice,
     AllowedTools,
@@ -67,7 +67,7 @@ class Thought(Item):
 
     type: Literal["reasoning"]
     summary: list[Any] | None = None
-    content: list[ThoughtPart] | None = None
+    content: ListOf[ThoughtPart] | None = None
     encrypted_content: str | None = None
 
 
@@ -128,7 +128,7 @@ class NamedTools(Body):
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: Annotated[list[Annotated[NamedTool, BeforeValidator(_functions_only)]], Field(min_length=1)]
+    tools: Annotated[ListOf[Annotated[NamedTool, BeforeValidator(_functions_only)]], Field(min_length=1)]
 
 
 class TextFormat(JsonSchema):
@@ -153,17 +153,17 @@ class Text(Body):
 class ResponsesRequest(Shared):
     """POST /v1/responses."""
 
-    input: str | Annotated[list[Items], Field(min_length=1)]
+    input: str | Annotated[ListOf[Items], Field(min_length=1)]
     instructions: str | None = None
     max_output_tokens: StrictInt | None = None
     text: Text | None = None
     reasoning: Reasoning | None = None
-    tools: list[Tools] | None = None
+    tools: ListOf[Tools] | None = None
     """Those that are no functions are left out."""
     tool_choice: Literal["none", "auto", "required"] | NamedTool | NamedTools | None = None
     parallel_tool_calls: StrictBool | None = None
     top_logprobs: StrictInt | None = None
-    include: list[str] | None = None
+    include: ListOf[str] | None = None
     """With "message.output_text.logprobs" the answer has log-probabilities."""
     truncation: Literal["auto", "disabled"] | None = None
     """Input is never truncated: too long input is refused."""
@@ -219,8 +219,8 @@ class ResponsesRequest(Shared):
                     if not said or said[-1].role != "assistant":
                         said.append(Message(role="assistant"))
                     function = FunctionCall(name=item.name, arguments=item.arguments)
-                    calls = [*(said[-1].tool_calls or ()), ToolCall(id=item.call_id, function=function)]
-                    said[-1].tool_calls = calls
+                    said[-1].tool_calls = said[-1].tool_calls or []
+                    said[-1].tool_calls.append(ToolCall(id=item.call_id, function=function))
             if thought and said[-1].role == "assistant" and not said[-1].reasoning_content:
                 said[-1].reasoning_content = thought
             thought = ""

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AliasChoices, BeforeValidator, Field, StrictBool, StrictInt
 from pydantic_core import PydanticCustomError
 
-from medusa.serve.api.body import Body, lacking
+from medusa.serve.api.body import Body, ListOf, lacking
 
 TEXT_PARTS = ("text", "refusal", "input_text", "output_text")
 
@@ -33,7 +33,7 @@ def _text_only(value: Any) -> Any:
     return value
 
 
-Content = Annotated[str | list[Part], BeforeValidator(_text_only)]
+Content = Annotated[str | ListOf[Part], BeforeValidator(_text_only)]
 
 
 def text_of(content: str | list[Part] | None) -> str:
@@ -67,7 +67,7 @@ class Message(Body):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: Content | None = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: ListOf[ToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: Annotated[str | None, Field(validation_alias=AliasChoices("reasoning_content", "reasoning"))] = (
         None
@@ -105,7 +105,7 @@ class StructuredOutputs(Body):
     json_: dict[str, Any] | str | None = Field(None, alias="json")
     json_object: StrictBool | None = None
     regex: str | None = None
-    choice: Annotated[list[str], Field(min_length=1)] | None = None
+    choice: Annotated[ListOf[str], Field(min_length=1)] | None = None
     grammar: str | None = None
     structural_tag: Annotated[Any, lacking("give response_format or tools")] = None
 
@@ -153,7 +153,7 @@ class AllowedTools(Body):
     """The tools that the model may use, by name, and whether it must use one."""
 
     mode: Literal["auto", "required"]
-    tools: Annotated[list[Tool], Field(min_length=1)]
+    tools: Annotated[ListOf[Tool], Field(min_length=1)]
 
 
 class AllowedChoice(Body):

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, StrictBool, StrictFloat, StrictInt
 
-from medusa.serve.api.body import Body, StrictBody, lacking
+from medusa.serve.api.body import Body, ListOf, StrictBody, lacking
 from medusa.serve.api.messages import AllowedChoice, Content, Message, ResponseFormat, StructuredOutputs, Tool
 
 Number = StrictInt | StrictFloat
@@ -25,7 +25,7 @@ class SpeculationBody(StrictBody):
     """"hybrid", "heads", "prompt-lookup", ...; null = the fastest."""
     nodes: StrictInt | None = None
     """Tree size, the root included; null = the fastest."""
-    tree: list[list[StrictInt]] | None = None
+    tree: ListOf[ListOf[StrictInt]] | None = None
     """A static tree of rank paths for heads: [[0], [1], [0, 0]]."""
     acceptance: str | None = None
     """"greedy", "sampling", "speculative", or "typical", which is LOSSY; null = lossless."""
@@ -68,7 +68,7 @@ class Shared(Body):
     """Bias by token id."""
     seed: Seed | None = None
     """null = a random seed, reported as ``seed`` of the answer; completion i of n has seed + i."""
-    stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
+    stop: Stop | Annotated[ListOf[Stop], Field(max_length=16)] | None = None
     ignore_eos: StrictBool | None = None
     skip_special_tokens: StrictBool | None = None
     """False = special tokens are part of the text."""
@@ -145,11 +145,11 @@ class Prediction(Body):
 class ChatRequest(Sampling, Rendering):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[ListOf[Message], Field(min_length=1)]
     max_completion_tokens: StrictInt | None = None
     logprobs: StrictBool | None = None
     top_logprobs: StrictInt | None = None
-    tools: list[Tool] | None = None
+    tools: ListOf[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | Tool | AllowedChoice | None = None
     parallel_tool_calls: StrictBool | None = None
     prediction: Prediction | None = None
@@ -165,7 +165,7 @@ class ChatRequest(Sampling, Rendering):
 class CompletionRequest(Sampling):
     """POST /v1/completions."""
 
-    prompt: str | list[str] | list[Token] | list[list[Token]]
+    prompt: str | ListOf[str] | ListOf[Token] | ListOf[ListOf[Token]]
     echo: StrictBool | None = None
     logprobs: StrictInt | None = None
     best_of: StrictInt | None = None
@@ -178,8 +178,8 @@ class TokenizeRequest(Rendering):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = None
-    tools: list[Tool] | None = None
+    messages: ListOf[Message] | None = None
+    tools: ListOf[Tool] | None = None
     add_special_tokens: StrictBool | None = None
     """Add special tokens at the beginning; null = for prompts, but not for templates, which add them."""
     return_token_strs: StrictBool = False
@@ -191,7 +191,7 @@ class DetokenizeRequest(Body):
     """POST /detokenize."""
 
     model: str | None = None
-    tokens: list[Token]
+    tokens: ListOf[Token]
 
 
 class HeadsRequest(StrictBody):

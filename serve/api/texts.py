@@ -75,9 +75,11 @@ class Texts:
             ApiError: There is no template, or it refuses the conversation.
         """
         said = [_plain(message, self.writing.short_ids) for message in messages]
-        self._check_length(sum(len(message["content"]) for message in said), "messages")
         try:
+            self._check_length(len(json.dumps([said, tools], ensure_ascii=False)), "messages")
             return render_messages(self.tokenizer, said, self._name, tools, self._options(rendering))
+        except RecursionError as error:
+            raise refused("messages or tools are nested too deep; make them flatter", "messages") from error
         except ValueError as error:
             raise refused(str(error), "messages") from error
 
@@ -148,6 +150,6 @@ def _plain(message: Message, short_ids: bool = False) -> dict[str, Any]:
 
 def _read(arguments: str) -> Any:
     """Arguments of a call as an object, because templates convert them to JSON."""
-    with suppress(ValueError):
+    with suppress(ValueError, RecursionError):
         return json.loads(arguments)
     return arguments

@@ -4,8 +4,12 @@ import re
 
 import httpx
 import pytest
+from pydantic import ValidationError
 
 from medusa import BaseModel, MedusaModel
+from medusa.serve.api.items import ResponsesRequest
+from medusa.serve.api.protocol import ChatRequest, CompletionRequest
+from medusa.serve.api.texts import Texts
 from medusa.serve.server import build_parser, read_keys
 from medusa.serve.settings import ApiSettings
 from tests.serve.live import serving
@@ -229,3 +233,30 @@ def test_pages_of_other_hosts_may_ask_and_send_cookies_where_they_are_named(live
     assert answer.headers["access-control-allow-credentials"] == "true"
     answer = httpx.options(f"{live.url}/{CHAT}", headers=headers | {"Origin": "http://evil"})
     assert "access-control-allow-origin" not in answer.headers
+
+
+def test_long_lists_of_mistakes_have_one_error_each():
+    for kind, fields in (
+        (CompletionRequest, {"prompt": [5] * 1000 + ["x"] * 1000}),
+        (CompletionRequest, {"prompt": "a", "stop": [5] * 1000}),
+        (ChatRequest, {"messages": [{"role": "nobody"}] * 1000}),
+        (ChatRequest, {"messages": [{"role": "user", "content": [{"type": 5}] * 1000}]}),
+        (ResponsesRequest, {"input": [{"role": "nobody"}] * 1000}),
+    ):
+        with pytest.raises(ValidationError) as raised:
+            kind.model_validate({"model": "small", **fields})
+        assert raised.value.error_count() < 6, "one for each type that it may have"
+
+
+def test_what_would_keep_others_waiting_is_refused_before_it_is_read(live, monkeypatch):
+    monkeypatch.setattr(Texts, "encode", lambda *_: pytest.fail("it is encoded"))
+    error = post(live, COMPLETIONS, prompt=["a"] * 1000).json()["error"]
+    assert error["param"] == "n" and "1000 completions" in error["message"]
+    call = {"id": "a", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    error = post(live, messages=[{"role": "assistant", "tool_calls": [call] * 1000}]).json()["error"]
+    assert (error["param"], error["code"]) == ("messages", "context_length_exceeded")
+
+
+def test_arguments_of_calls_may_be_no_json(live):
+    call = {"id": "a", "function": {"name": "f", "arguments": "[" * 10_000}}
+    assert post(live, messages=[{"role": "assistant", "tool_calls": [call]}]).status_code == 200
