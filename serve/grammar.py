@@ -1,6 +1,7 @@
 """Completions that follow a JSON schema or a grammar, by XGrammar, at every node of a tree."""
 
 import json
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,6 +26,8 @@ MOST_TEXT = 32_768
 """Most characters of a schema or grammar, because compiling takes the server's time."""
 SLOW = 2.0
 """Most seconds that a grammar may take in one step, because all requests wait for it."""
+CHECKED = re.compile(r"^Check failed: .*? is false: ")
+"""XGrammar's own code, before some of its reasons."""
 IN_PLACE = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes of logits that XGrammar can mask itself."""
 
@@ -95,7 +98,8 @@ class Grammars:
             compiled = compile_with(compiler)
         except RuntimeError as error:  # "[time] file.cc:line: what is wrong"
             reason = str(error).rpartition(".cc:")[2].partition(":")[2].strip() or str(error) or "it is not valid"
-            raise ValueError(f"grammar cannot be used: {' '.join(reason.split())}; correct it") from error
+            reason = CHECKED.sub("", " ".join(reason.split()))
+            raise ValueError(f"grammar cannot be used: {reason}; correct it") from error
         if not Following(compiled).begins():
             raise ValueError("grammar cannot be used: no text follows it; correct it")
         return compiled

@@ -54,19 +54,26 @@ async def check_text(request: Request) -> None:
     """Check that a body's texts have whole characters: JSON can hold halves of them, which tokenizers cannot read.
 
     Raises:
-        ApiError: There is half of a character, or the body is not in UTF-8.
+        ApiError: There is half of a character, or a number that is none, or the body is not in UTF-8.
     """
     body = await request.body()
     try:
         body.decode()
     except UnicodeDecodeError as error:
         raise refused(f"body is not in UTF-8 ({error.reason} at byte {error.start}); send UTF-8") from error
+    if b"NaN" in body or b"Infinity" in body:
+        with suppress(json.JSONDecodeError, RecursionError):
+            json.loads(body, parse_constant=_no_number)
     if rb"\ud" in body.lower():
         with suppress(json.JSONDecodeError, RecursionError):  # FastAPI refuses the former, and reads the latter or not
             try:
                 json.dumps(await request.json(), ensure_ascii=False).encode()
             except UnicodeEncodeError as error:
                 raise refused("body holds half of a character (a lone surrogate); send whole ones") from error
+
+
+def _no_number(text: str) -> None:
+    raise refused(f"body holds {text}, which JSON does not know; send a number or null")
 
 
 def _same(ours: str, theirs: str) -> bool:

@@ -2,6 +2,7 @@
 
 import logging
 import math
+import re
 from collections.abc import Sequence
 from http import HTTPStatus
 from typing import Any
@@ -35,6 +36,8 @@ UNIONS = (
     "OtherTool",
 )
 """Names of types in pydantic's places of errors."""
+FIELDS = {"prompt": "prompt"} | dict.fromkeys(("acceptance", "drafter", "nodes", "tree"), "speculation")
+"""The field of a request by the first word of an error of the engine."""
 TYPES: dict[int, str] = {
     HTTPStatus.UNAUTHORIZED: "authentication_error",
     HTTPStatus.FORBIDDEN: "permission_error",
@@ -127,7 +130,7 @@ def as_api_error(error: Exception) -> ApiError:
                 message = "Input should be a number"
             return refused(f"{place}: {message}" if place else message, place or None)
         case ValueError():
-            return refused(str(error))
+            return refused(str(error), FIELDS.get(re.split(r"\W", str(error), maxsplit=1)[0]))
     logger.error("internal error", exc_info=error)
     return ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, f"internal error: {type(error).__name__}")
 

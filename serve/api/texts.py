@@ -18,6 +18,7 @@ from medusa.serve.api.reasoning import Writing
 from medusa.serve.grammar import Grammars
 from medusa.serve.reading import ENDING, template_of
 
+KWARGS = "chat_template_kwargs"
 ALPHANUMERIC = re.compile("[^a-zA-Z0-9]")
 LONGEST_TOKEN = 64
 """Most characters per token of the context; longer texts are refused without encoding."""
@@ -81,7 +82,8 @@ class Texts:
         except RecursionError as error:
             raise refused("messages or tools are nested too deep; make them flatter", "messages") from error
         except ValueError as error:
-            raise refused(str(error), "messages") from error
+            lacking = tools and "tools" not in template_of(self.tokenizer)
+            raise refused(str(error), "tools" if lacking else "messages") from error
 
     def tokenize(self, body: TokenizeRequest) -> dict[str, Any]:
         """The answer of /tokenize.
@@ -106,8 +108,9 @@ class Texts:
             message = "continue_final_message and add_generation_prompt exclude each other; set one of them"
             raise refused(message, "continue_final_message")
         values = rendering.chat_template_kwargs or {}
-        if taken := values.keys() & inspect.signature(self.tokenizer.apply_chat_template).parameters.keys():
-            raise refused(f"chat_template_kwargs ({min(taken)}) is no value of a template; leave it out")
+        own = {*inspect.signature(self.tokenizer.apply_chat_template).parameters, "messages", "self"}
+        if taken := values.keys() & own:
+            raise refused(f"chat_template_kwargs ({min(taken)}) is no value of a template; leave it out", KWARGS)
         if effort := rendering.reasoning_effort:
             values = {"reasoning_effort": effort, "enable_thinking": effort != "none", **values}
         generation = rendering.add_generation_prompt and not begun

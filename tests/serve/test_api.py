@@ -223,6 +223,12 @@ def test_bodies_that_are_none(live):
     for content in (b'{"prompt": "a\xed\xa0\x80b"}', '{"prompt": "a"}'.encode("utf-16")):
         other = httpx.post(f"{live.url}/tokenize", content=content, headers=JSON)
         assert other.status_code == 400 and "body is not in UTF-8" in other.json()["error"]["message"]
+    for number in (b"NaN", b"-Infinity"):
+        body = b'{"model": "small", "input": "a", "tools": [{"type": "f", "x": ' + number + b"}]}"
+        said = httpx.post(f"{live.url}/v1/responses", content=body, headers=JSON)
+        assert (
+            said.status_code == 400 and f"body holds {number.decode()}, which JSON" in said.json()["error"]["message"]
+        )
     for levels in (800, 968, 3000):
         nested = b'{"a":' * levels + b"{}" + b"}" * levels
         body = (
