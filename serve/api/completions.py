@@ -103,8 +103,9 @@ def _encode(service: Service, body: CompletionRequest) -> tuple[list[str | None]
     prompts = [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
     check_count(service, body, len(prompts))  # encoding them would keep other clients waiting
     found, context = list[list[int]](), service.engine.model.base.context_length
+    special = body.add_special_tokens is not False
     for one in prompts:
-        found.append(service.texts.encode(one) if isinstance(one, str) else list(one))
+        found.append(service.texts.encode(one, special) if isinstance(one, str) else list(one))
         if (size := len(found[-1])) > context:
             raise too_long(context, f"the prompt has {size}, which leaves no room for an answer", "prompt")
     texts = [one if isinstance(one, str) else service.texts.decode(one) if body.echo else None for one in prompts]

@@ -104,6 +104,11 @@ class Sampling(Shared):
     truncate_prompt_tokens: Annotated[Any, lacking("send a shorter prompt")] = None
     prompt_logprobs: Annotated[Any, lacking("give echo and logprobs of /v1/completions", lambda _: False)] = None
     use_beam_search: Annotated[Any, lacking("leave it out")] = None
+    include_stop_str_in_output: Annotated[Any, lacking("add the stop text yourself")] = None
+    bad_words: Annotated[Any, lacking("give logit_bias")] = None
+    allowed_token_ids: Annotated[Any, lacking("give logit_bias, or a format")] = None
+    return_tokens_as_token_ids: Annotated[Any, lacking("give return_token_ids")] = None
+    cache_salt: Annotated[Any, lacking("all clients share the prefix cache; use a server of your own")] = None
     guided_json: Annotated[Any, lacking("give structured_outputs")] = None
     guided_regex: Annotated[Any, lacking("give structured_outputs")] = None
     guided_choice: Annotated[Any, lacking("give structured_outputs")] = None
@@ -157,6 +162,9 @@ class ChatRequest(Sampling, Rendering):
     """False = leave the reasoning out of the answer."""
     modalities: Annotated[Any, lacking("this model writes text only", lambda value: value in ([], ["text"]))] = None
     audio: Annotated[Any, lacking("this model writes text only")] = None
+    echo: Annotated[Any, lacking("send the last message again yourself")] = None
+    chat_template: Annotated[Any, lacking("the base's own is used")] = None
+    add_special_tokens: Annotated[Any, lacking("the chat template adds them")] = None
     functions: Annotated[Any, lacking("give tools")] = None
     function_call: Annotated[Any, lacking("give tools and tool_choice", lambda value: value == "none")] = None
     web_search_options: Annotated[Any, lacking("this model has no web search", lambda _: False)] = None
@@ -167,10 +175,13 @@ class CompletionRequest(Sampling):
 
     prompt: str | ListOf[str] | ListOf[Token] | ListOf[ListOf[Token]]
     echo: StrictBool | None = None
+    add_special_tokens: StrictBool | None = None
+    """False = no special tokens at the beginning of a text."""
     logprobs: StrictInt | None = None
     best_of: StrictInt | None = None
     """1, or equal to n."""
     suffix: Annotated[Any, lacking("text can only be continued")] = None
+    prompt_embeds: Annotated[Any, lacking("send text or token ids")] = None
 
 
 class TokenizeRequest(Rendering):

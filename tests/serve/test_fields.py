@@ -90,6 +90,10 @@ def test_what_was_not_asked_for_fits_always(live):
         (CHAT, {"min_tokens": 5}, "min_tokens", "set max_tokens and ignore_eos"),
         (CHAT, {"max_tokens": 5, "max_completion_tokens": 6}, "max_tokens", "mean the same"),
         (COMPLETIONS, {"prompt": "a", "stop_token_ids": [5]}, "stop_token_ids", "give their texts as stop"),
+        (CHAT, {"bad_words": ["a"]}, "bad_words", "give logit_bias"),
+        (CHAT, {"chat_template": "{{ 1 }}"}, "chat_template", "the base's own"),
+        (COMPLETIONS, {"prompt": "a", "cache_salt": "mine"}, "cache_salt", "a server of your own"),
+        (COMPLETIONS, {"prompt": "a", "include_stop_str_in_output": True}, "include_stop_str_in_output", "yourself"),
         (CHAT, {"tool_choice": "auto"}, "tool_choice", "needs tools"),
         (
             CHAT,

@@ -68,6 +68,13 @@ def test_the_prompt_is_echoed_as_it_was_sent(base, complete):
         assert name.startswith("bytes:") or told.text.startswith(name, offset)
 
 
+def test_a_prompt_without_special_tokens(base, complete):
+    for special in (None, True, False):
+        told = complete(prompt="the dog", extra_body={"add_special_tokens": special, "return_token_ids": True})
+        ids = base.tokenizer("the dog", add_special_tokens=special is not False).input_ids
+        assert told.prompt_token_ids == ids and (ids[0] == 1) == (special is not False)
+
+
 def test_tokens_that_differ_in_a_space_are_two(base, complete):
     spaced, alone = (base.tokenizer.convert_tokens_to_ids(name) for name in ("▁the", "the"))
     ids = [*base.tokenizer(PROMPT).input_ids, alone]
