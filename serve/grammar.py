@@ -24,8 +24,8 @@ MOST_SPACES = 16
 """Most white space between two parts of JSON; a weak model could write it forever."""
 MOST_TEXT = 32_768
 """Most characters of a schema or grammar, because compiling takes the server's time."""
-SLOW = 2.0
-"""Most seconds that a grammar may take in one step, because all requests wait for it."""
+SLOW = 1.0
+"""Most seconds that a grammar may take at one step, because all requests wait for it."""
 CHECKED = re.compile(r"^Check failed: .*? is false: ")
 """XGrammar's own code, before some of its reasons."""
 IN_PLACE = (torch.float32, torch.bfloat16, torch.float16)

@@ -1,11 +1,12 @@
 """Work for other threads that may take too long."""
 
 import asyncio
+import os
 import threading
 
 import pytest
 
-from medusa.serve.threads import Threads
+from medusa.serve.threads import PRIORITY, Threads
 
 
 def test_what_takes_too_long_keeps_its_place_until_it_ends():
@@ -14,6 +15,8 @@ def test_what_takes_too_long_keeps_its_place_until_it_ends():
     async def all_of_it():
         threads = Threads(1)
         assert await threads.run(lambda: 5, 10) == 5
+        priority = await threads.run(lambda: os.getpriority(os.PRIO_PROCESS, threading.get_native_id()), 10)
+        assert priority == PRIORITY > os.getpriority(os.PRIO_PROCESS, threading.get_native_id()), "of its thread alone"
         with pytest.raises(ZeroDivisionError):
             await threads.run(lambda: 1 // 0, 10)
         for work in (ended.wait, lambda: 5):  # the second one finds no place
