@@ -24,8 +24,9 @@ MOST_SPACES = 16
 """Most white space between two parts of JSON; a weak model could write it forever."""
 MOST_TEXT = 32_768
 """Most characters of a schema or grammar, because compiling takes the server's time."""
-SLOW = 1.0
-"""Most seconds that a grammar may take at one step, because all requests wait for it."""
+SLOW, WAIT = 1.0, 5.0
+"""Most seconds of a processor that a grammar may take at one step, because all requests wait for it, and most seconds
+on a busy machine."""
 CHECKED = re.compile(r"^Check failed: .*? is false: ")
 """XGrammar's own code, before some of its reasons."""
 IN_PLACE = (torch.float32, torch.bfloat16, torch.float16)
@@ -158,7 +159,8 @@ class Following:
         allowed_NW = torch.zeros(len(tokens), self._width, dtype=torch.int32)
         children, siblings = _links(parents)
         with self._watched():
-            self._matcher.traverse_draft_tree(children, siblings, torch.tensor(tokens), allowed_NW, SLOW)
+            whole = self._matcher.traverse_draft_tree(children, siblings, torch.tensor(tokens), allowed_NW, WAIT)
+            self.slow = not whole
         if self.slow:
             return
         allowed_NW[~allowed_NW.any(1)] = -1  # forbidden nodes, or the grammar has ended
@@ -182,9 +184,9 @@ class Following:
     @contextmanager
     def _watched(self) -> Iterator[None]:
         """Give up a grammar that takes too long."""
-        began = time.monotonic()
+        began = time.thread_time()
         yield
-        self.slow = self.slow or time.monotonic() - began > SLOW
+        self.slow = self.slow or time.thread_time() - began > SLOW
         self._dead = self._dead or self.slow
 
 
