@@ -164,7 +164,7 @@ def _conversations(path: Path, numbers: range) -> Path:
     return path
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def with_template(base: BaseModel) -> Callable[[str | None], MedusaModel]:
     """The base with another chat template, or none; no heads."""
 

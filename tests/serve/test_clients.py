@@ -1,11 +1,8 @@
 """litellm, langchain-openai and instructor against our server, in versions of their own."""
 
-from copy import deepcopy
-
 import httpx
 import pytest
 
-from medusa import BaseModel, MedusaModel
 from tests.serve.environments import run
 from tests.serve.live import serving
 from tests.serve.test_responses import TOOL_TEMPLATE
@@ -13,10 +10,8 @@ from tests.serve.test_responses import TOOL_TEMPLATE
 pytestmark = pytest.mark.slow
 
 
-def test_other_clients_get_what_they_ask_for(base):
-    tokenizer = deepcopy(base.tokenizer)
-    tokenizer.chat_template = TOOL_TEMPLATE
-    with serving(MedusaModel(BaseModel(base.model, tokenizer, base.name))) as live:
+def test_other_clients_get_what_they_ask_for(with_template):
+    with serving(with_template(TOOL_TEMPLATE)) as live:
         body = {"model": "small", "messages": [{"role": "user", "content": "say hello"}], "temperature": 0}
         answer = httpx.post(f"{live.url}/v1/chat/completions", json=body | {"max_tokens": 20}).json()
         text = answer["choices"][0]["message"]["content"]

@@ -8,7 +8,6 @@ The slow tests need Chromium and playwright, which drives it and need not bring 
 Any other Chromium or Chrome will do: name it in CHROMIUM.
 """
 
-import copy
 import json
 import os
 import re
@@ -21,7 +20,6 @@ from types import SimpleNamespace
 import pytest
 from fastapi.testclient import TestClient
 
-from medusa import BaseModel, MedusaModel
 from medusa.serve.api import reasoning
 from medusa.serve.api.app import PAGE, create_app
 from medusa.serve.api.reasoning import Writing
@@ -439,11 +437,10 @@ def test_a_server_that_dies_in_an_answer_is_named(page):
 
 
 @pytest.mark.slow
-def test_reasoning_is_shown_apart_and_closed_when_the_answer_begins(opened, base, monkeypatch):
+def test_reasoning_is_shown_apart_and_closed_when_the_answer_begins(opened, base, with_template, monkeypatch):
     monkeypatch.setattr(reasoning, "ANY", {"type": "const_string", "value": "Let me see.\n"})
-    tokenizer = copy.deepcopy(base.tokenizer)
-    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}<think>\n{# </think> #}"
-    with serving(MedusaModel(BaseModel(base.model, tokenizer, base.name))) as live:
+    template = "{% for message in messages %}{{ message.content }}{% endfor %}<think>\n{# </think> #}"
+    with serving(with_template(template)) as live:
         form = {"type": "grammar", "grammar": 'root ::= "Seven."'}
         whole = Writing(KNOWN[0]).whole(form, "<think>\n")
         constraint = Grammars(base).structure(whole, [], free=True)

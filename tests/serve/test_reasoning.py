@@ -1,12 +1,10 @@
 """Reasoning before an answer, and calls in other formats than ``<tool_call>`` with JSON."""
 
-import copy
 import json
 import time
 
 import pytest
 
-from medusa import BaseModel, MedusaModel
 from medusa.serve.api import reasoning
 from medusa.serve.api.call_forms import FORMS
 from medusa.serve.api.messages import Message, Tool
@@ -38,6 +36,7 @@ def read(writing, text, prompt="", calls=None, size=None):
             case Reasoned(text):
                 thoughts += text
             case Said(text):
+                assert text, "nothing is told as nothing"
                 said += text
             case Called():
                 called.append([event.name, ""])
@@ -232,17 +231,11 @@ def test_reasoning_of_earlier_answers_reaches_the_template():
 
 
 @pytest.fixture(scope="module")
-def speaks(base):
+def speaks(with_template):
     """Makes servers of the tiny base with another template, whose reasoning is "hm"."""
-
-    def make(template):
-        tokenizer = copy.deepcopy(base.tokenizer)
-        tokenizer.chat_template = template
-        return serving(MedusaModel(BaseModel(base.model, tokenizer, base.name)))
-
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reasoning, "ANY", {"type": "const_string", "value": "hm\n"})
-        yield make
+        yield lambda template: serving(with_template(template))
 
 
 def ask(live, **more):

@@ -1,14 +1,12 @@
 """Calls of tools, the Responses API and the helpers of OpenAI's own client, on a base that knows tools."""
 
 import json
-from copy import deepcopy
 from typing import Literal
 
 import openai
 import pytest
 from pydantic import BaseModel as Model
 
-from medusa import BaseModel, MedusaModel
 from tests.serve.live import serving
 from tests.serve.test_api import ask, choices
 
@@ -37,10 +35,8 @@ class Weather(Model):
 
 
 @pytest.fixture(scope="module")
-def client(base):
-    tokenizer = deepcopy(base.tokenizer)
-    tokenizer.chat_template = TOOL_TEMPLATE
-    with serving(MedusaModel(BaseModel(base.model, tokenizer, base.name))) as live, live.client() as client:
+def client(with_template):
+    with serving(with_template(TOOL_TEMPLATE)) as live, live.client() as client:
         yield client
 
 

@@ -6,8 +6,10 @@ import pytest
 
 from medusa.serve.api.calls import CallReader
 from medusa.serve.api.messages import Tool
+from medusa.serve.api.reasoning import Writing
 from medusa.serve.api.tools import Calls
 from medusa.serve.reading.events import Argued, Called, Said
+from tests.serve import test_reasoning as answer
 
 TOOLS = [Tool(type="function", function={"name": "f"})]
 TALKING = Calls(TOOLS)
@@ -15,22 +17,8 @@ ONE = '<tool_call>\n{"name": "f", "arguments": {"a": "}\\"<", "b": [{}]}}\n</too
 
 
 def read(text, calls=TALKING, size=None):
-    """What is said, and names with arguments of calls; in pieces of a size, or at once."""
-    reader, events = CallReader(calls), []
-    for begin in range(0, len(text), size or len(text)):
-        events += reader.read(text[begin : begin + (size or len(text))])
-    events += reader.read("", last=True)
-    said, called = "", []
-    for event in events:
-        match event:
-            case Said(text):
-                assert text, "nothing is told as nothing"
-                said += text
-            case Called():
-                called.append([event.name, ""])
-            case Argued(text):
-                called[-1][1] += text
-    return said, [tuple(call) for call in called]
+    """What is said, and names with arguments of calls."""
+    return answer.read(Writing(), text, calls=calls, size=size)[1:]
 
 
 @pytest.mark.parametrize("size", [None, 1, 3, 7])
