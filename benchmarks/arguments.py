@@ -164,10 +164,6 @@ def _add_heads(command: argparse.ArgumentParser) -> None:
     add("--architecture", choices=ARCHITECTURES, default="recurrent", help="of the heads (default: %(default)s)")
     text = "heads, the depth of trees (default: %(default)s)"
     add("--num-heads", type=at_least(1), default=5, metavar="K", help=text)
-    text = "tokens that heads can draft at most, 0 = all (default: %(default)s)"
-    add("--draft-vocab", type=at_least(0), default=0, metavar="N", help=text)
-    text = "layers that heads read (default: %(default)s)"
-    add("--feature-layers", type=at_least(0), default=0, metavar="N", help=text)
 
 
 def _add_place(command: argparse.ArgumentParser) -> None:
@@ -182,7 +178,6 @@ def _add_measuring(command: argparse.ArgumentParser) -> None:
     text = "cached tokens of each sequence (default: %(default)s)"
     add("--context", type=at_least(1), default=512, metavar="L", help=text)
     _add_rounds(command, rounds=10)
-    add("--seed", type=at_least(0), default=0, metavar="N", help="of all random numbers (default: %(default)s)")
     _add_report(command)
 
 

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -97,21 +97,13 @@ def probe(environment: Environment) -> Report:
     return machine
 
 
-def check(
-    chosen: Mapping[str, Part],
-    out: Path,
-    limit: float,
-    work: Path = WORK,
-    probe: Callable[[Environment], Report] = probe,
-) -> int:
+def check(chosen: Mapping[str, Part], out: Path, limit: float) -> int:
     """Run parts; SIGTERM to this process ends the running part too.
 
     Args:
         chosen: Parts by name.
         out: Directory for a log per part and report.json; created if missing.
         limit: Seconds for all parts together.
-        work: Directory for reports of parts; created if missing.
-        probe: Describes the machine.
 
     Returns:
         0 if a part passed and none failed, 1 otherwise.
@@ -121,7 +113,7 @@ def check(
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # otherwise the running part would outlive this process
     deadline = time.monotonic() + limit
-    for directory in (out, work):
+    for directory in (out, WORK):
         directory.mkdir(parents=True, exist_ok=True)
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, (str(CLONE), os.environ.get("PYTHONPATH", "")))),

@@ -119,20 +119,13 @@ class Engine:
 
 
 @contextmanager
-def engines(
-    environments: Path,
-    base: str,
-    room: int,
-    modes: Mapping[str, Sequence[str]],
-    heads: Mapping[str, Path] | None = None,
-) -> Iterator[list[Engine]]:
-    """A context with engines that have copies of a base, each in these modes.
+def engines(environments: Path, base: str, room: int, heads: Mapping[str, Path]) -> Iterator[list[Engine]]:
+    """A context with engines that have copies of a base, each in its ``MODES``.
 
     Args:
         environments, base: See ``places``.
         room: See ``Engine``.
-        modes: Modes by engine; those in ``WITH_HEADS`` are used only if there are heads for them.
-        heads: Directories of heads by mode.
+        heads: Directories of heads by mode; a mode in ``WITH_HEADS`` without heads is left out.
 
     Raises:
         ValueError, RuntimeError: See ``places`` and ``Engine``.
@@ -142,8 +135,8 @@ def engines(
         stack.callback(signal.signal, signal.SIGTERM, before)
         found = []
         for name, place in places(environments, base).items():
-            for mode in modes[name]:
-                own = (heads or {}).get(mode)
+            for mode in MODES[name]:
+                own = heads.get(mode)
                 if own or mode not in WITH_HEADS:
                     log = environments / f"{name}-{mode}.log"
                     found.append(Engine(name, mode, place, log, room, own))

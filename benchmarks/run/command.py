@@ -16,7 +16,7 @@ from medusa import MedusaModel, Speculation
 from medusa.base import smollm2
 from medusa.base.names import full_name, shipped_heads
 from medusa.benchmarks.peers.copies import copy_draft, openvino_reads
-from medusa.benchmarks.peers.engine import BATCHING, EAGLE3_CHAIN, EAGLE3_TREE, MEDUSA, MODES, Engine, engines
+from medusa.benchmarks.peers.engine import BATCHING, EAGLE3_CHAIN, EAGLE3_TREE, MEDUSA, Engine, engines
 from medusa.benchmarks.report import Report, environment, publish
 from medusa.benchmarks.run.measure import figures, measure
 from medusa.benchmarks.run.methods import AUTO, LOSSY, PLAIN, Answers, Method, ended, of_transformers, ours, speculation
@@ -177,7 +177,7 @@ def _peers(
     with TemporaryDirectory() as directory:
         environments, base = Path(options.peers), options.shape or model.base.name
         heads = _exported(model, environments, base, Path(directory))
-        with engines(environments, base, room, MODES, heads) as found:
+        with engines(environments, base, room, heads) as found:
             versions.update({engine.name: engine.version for engine in found})
             yield [method(engine) for engine in found]
 

@@ -35,7 +35,6 @@ def build_parser() -> argparse.ArgumentParser:
     add = one.add_argument
     add("url", help="its address up to /v1")
     add("--model", help="name of the model in requests (default: the first that the server names)")
-    add("--completions", action="store_true", help="ask /completions (default: /chat/completions)")
     text = "ask for numbers of tokens with every chunk, as medusa serve and vLLM tell them (default: at the end)"
     add("--continuous-usage", action="store_true", help=text)
     add("--body", type=_object, default={}, metavar="JSON", help="further fields of every request")
@@ -87,8 +86,8 @@ def _run(options: argparse.Namespace, words: Sequence[str]) -> None:
     if options.command == "load":
         key = os.environ.get(options.api_key_env, "")
         asking = Asking(
-            options.url, options.model or first_model(options.url, key), options.completions, options.temperature,
-            options.continuous_usage, options.body, key,
+            options.url, options.model or first_model(options.url, key), options.temperature, options.continuous_usage,
+            options.body, key,
         )  # fmt: skip
         servers = {asking.model: lambda: nullcontext(asking)}
         with Watch(asking.url) if options.curves else nullcontext() as watch:

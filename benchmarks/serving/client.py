@@ -19,8 +19,6 @@ class Asking(NamedTuple):
     url: str
     """Address of the API, including /v1."""
     model: str
-    completions: bool = False
-    """Send prompts to /completions unchanged, and not to /chat/completions as a user's message."""
     temperature: float = 0.0
     continuous_usage: bool = False
     """Request the number of tokens so far in every chunk, with a field that vLLM introduced."""
@@ -80,8 +78,8 @@ class Answer:
         if usage:
             self.tokens = usage["completion_tokens"]
         for choice in body["choices"]:
-            delta = choice.get("delta", choice)
-            if delta.get("content") or delta.get("reasoning_content") or delta.get("reasoning") or delta.get("text"):
+            delta = choice["delta"]
+            if delta.get("content") or delta.get("reasoning_content") or delta.get("reasoning"):
                 self.times.append(now)
                 if usage:
                     self.told.append(usage["completion_tokens"])
@@ -92,8 +90,7 @@ class Client:
     """Connections to one server, one for each concurrent request."""
 
     def __init__(self, asking: Asking) -> None:
-        self._asking = asking
-        self._url = f"{asking.url.rstrip('/')}/{'completions' if asking.completions else 'chat/completions'}"
+        self._url = f"{asking.url.rstrip('/')}/chat/completions"
         usage = {"include_usage": True} | ({"continuous_usage_stats": True} if asking.continuous_usage else {})
         self._body = {
             "model": asking.model, "temperature": asking.temperature, "stream": True, "stream_options": usage,
@@ -114,8 +111,8 @@ class Client:
 
     async def ask(self, prompt: str, max_tokens: int) -> Answer:
         """Request one completion; errors are stored in the answer."""
-        text = {"prompt": prompt} if self._asking.completions else {"messages": [{"role": "user", "content": prompt}]}
-        body = json.dumps(self._body | text | {"max_tokens": max_tokens})
+        messages = [{"role": "user", "content": prompt}]
+        body = json.dumps(self._body | {"messages": messages, "max_tokens": max_tokens})
         answer = Answer(time.monotonic())
         try:
             await self._read(body, answer)

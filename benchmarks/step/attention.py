@@ -116,7 +116,7 @@ class _Layer:
     ) -> None:
         heads, kv_heads = config.num_attention_heads, key_heads(config)
         dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-        generator = torch.Generator(device).manual_seed(sizes.seed)
+        generator = torch.Generator(device).manual_seed(0)
         tree = typical_tree(nodes, TREE_DEPTH)
         tokens_BN = torch.zeros(batch, nodes, dtype=torch.int64, device=device)
         self._draft = Draft.of(tokens_BN, tree.parents.to(device).expand(batch, -1), tree.depth)

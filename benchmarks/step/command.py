@@ -8,7 +8,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig
 from transformers.utils.logging import disable_progress_bar
 
-from medusa import BaseModel, Batch, DraftHeads, MedusaModel
+from medusa import BaseModel, Batch, MedusaModel
 from medusa.base import smollm2
 from medusa.base.checkpoint import choose_dtype
 from medusa.base.names import full_name
@@ -44,13 +44,13 @@ def step(options: argparse.Namespace) -> None:
     base = model.base
     figures = measure_steps(model, _sizes(options), options.tokens_per_step)
     figures |= {
-        "heads": _heads(options, model.heads),
+        "heads": f"{options.num_heads} {options.architecture}, random",
         "attention": base.attention.name,
         "int8": base.int8,
         "fused": base.fused,
     }
     if options.profile:
-        batch = Rig(model, options.batch[0], options.context, options.seed).begin(PLAIN)
+        batch = Rig(model, options.batch[0], options.context).begin(PLAIN)
         figures["profile"] = _profile(batch, base.device)
     report = _report(options, base.dtype, base.device, figures)
     title = f"step: {_title(report)}"
@@ -96,7 +96,7 @@ def attention(options: argparse.Namespace) -> None:
 
 
 def _sizes(options: argparse.Namespace) -> Sizes:
-    return Sizes(options.nodes, options.batch, options.context, options.rounds, options.seed)
+    return Sizes(options.nodes, options.batch, options.context, options.rounds)
 
 
 def _with_random_heads(options: argparse.Namespace) -> MedusaModel:
@@ -109,15 +109,13 @@ def _with_random_heads(options: argparse.Namespace) -> MedusaModel:
     device, dtype = given_device(options), given_dtype(options)
     if options.shape:
         config = shape_config(options.shape)
-        base = random_base(config, dtype, device, options.seed, options.attention, options.int8)
+        base = random_base(config, dtype, device, options.attention, options.int8)
     else:
         how: dict[str, Any] = {"pack": True, "int8": options.int8, "attention": options.attention}
         base = choose_decoding(BaseModel.load(full_name(options.base), dtype=dtype, device=device, **how))
         if base.decoding != "tree":
             raise ValueError(f"base ({options.base}) does not verify trees, see above; name another with --base")
-    drafted = min(options.draft_vocab, base.vocab_size)
-    heads = random_heads(base, options.architecture, options.num_heads, options.seed, options.feature_layers, drafted)
-    return MedusaModel(fuse(base.tapped(heads.config.feature_layers)), heads)
+    return MedusaModel(fuse(base), random_heads(base, options.architecture, options.num_heads))
 
 
 def _profile(batch: Batch, device: torch.device) -> str:
@@ -128,13 +126,6 @@ def _profile(batch: Batch, device: torch.device) -> str:
             batch.step()
     order = "self_cuda_time_total" if cuda else "self_cpu_time_total"
     return str(profiler.key_averages().table(sort_by=order, row_limit=12))
-
-
-def _heads(options: argparse.Namespace, heads: DraftHeads | None) -> str:
-    drafted = heads.config.draft_vocab_size if heads else 0
-    told = f"{options.num_heads} {options.architecture}, random"
-    told += f", drafting {drafted} tokens" if drafted else ""
-    return told + (f", reading {options.feature_layers} layers" if options.feature_layers else "")
 
 
 def _report(options: argparse.Namespace, dtype: torch.dtype, device: torch.device, figures: Report) -> Report:

@@ -50,8 +50,6 @@ class Sizes(NamedTuple):
     """Cached tokens L of each sequence."""
     rounds: int
     """Number of measured repetitions."""
-    seed: int = 0
-    """Seed of all random numbers."""
 
 
 class FreeDrafter(Drafter):
@@ -83,14 +81,13 @@ class Rig:
         model: A base with heads.
         batch: Number of sequences B.
         context: Cached tokens L of each sequence.
-        seed: Seed of the tokens.
         nodes: Number of nodes of the largest tree.
 
     Raises:
         ValueError: The context and the tokens of the steps exceed the base's context length.
     """
 
-    def __init__(self, model: MedusaModel, batch: int, context: int, seed: int = 0, nodes: int = 1) -> None:
+    def __init__(self, model: MedusaModel, batch: int, context: int, nodes: int = 1) -> None:
         base, depth = model.base, model.heads.config.num_heads if model.heads else 0
         room = (MOST_ROWS * STEPS + 4) * (depth + 1)  # with steps before and after the timed ones
         if context + room > base.context_length:
@@ -98,7 +95,7 @@ class Rig:
                 f"context ({context} tokens) and {room} tokens behind it exceed the base's context"
                 f" ({base.context_length} tokens); give a smaller --context"
             )
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator().manual_seed(0)
         self.model, self._room, self._device = model, room, base.device
         self._prompts = torch.randint(base.vocab_size, (batch, context), generator=generator).tolist()
         # Memory for all sequences, with spare blocks, so that later batches find the prompts in the cache.

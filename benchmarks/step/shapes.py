@@ -21,7 +21,6 @@ from transformers.initialization import no_init_weights
 
 from medusa import BaseModel, DraftHeads, HeadsConfig, build_heads
 from medusa.base.checkpoint import choose_dtype, usable_device
-from medusa.base.taps import spread_layers
 from medusa.cpu.experts import use_experts
 from medusa.cpu.int8 import round_linears
 from medusa.cpu.native import use_kernels
@@ -98,25 +97,25 @@ def shape_config(name: str) -> PretrainedConfig:
     return AutoConfig.for_model(**SHAPES[name], name_or_path=name)
 
 
-def random_model(config: PretrainedConfig, dtype: torch.dtype, device: torch.device, seed: int = 0) -> PreTrainedModel:
+def random_model(config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     """A model with small random weights, created on its device in its dtype; it never ends an answer."""
     with torch.device(device), no_init_weights():
         model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype)
     model.tie_weights()
-    fill(model, seed)
+    fill(model)
     model.generation_config = GenerationConfig(eos_token_id=None, pad_token_id=0)
     return model.eval().requires_grad_(False)
 
 
 def random_base(
-    config: PretrainedConfig, dtype: torch.dtype | None, device: torch.device, seed: int = 0, attention: str = "auto",
+    config: PretrainedConfig, dtype: torch.dtype | None, device: torch.device, attention: str = "auto",
     int8: bool = False,
 ) -> BaseModel:  # fmt: skip
     """A base with random weights, prepared for decoding; arguments are those of ``BaseModel.load``.
 
     The default dtype is bfloat16, or the device's replacement for it.
     """
-    model = random_model(config, dtype or choose_dtype(torch.bfloat16, device), device, seed)
+    model = random_model(config, dtype or choose_dtype(torch.bfloat16, device), device)
     if int8:
         round_linears(model, output=model.get_output_embeddings())
     if device.type == "cpu":
@@ -126,33 +125,18 @@ def random_base(
     return BaseModel(model, no_words, config.name_or_path, attention, int8=int8)
 
 
-def random_heads(
-    base: BaseModel, architecture: str, num_heads: int, seed: int = 0, feature_layers: int = 0, draft_vocab: int = 0
-) -> DraftHeads:
-    """Heads for ``base`` with small random weights.
-
-    Args:
-        base: The base, prepared for decoding.
-        architecture: A name in ``medusa.heads.ARCHITECTURES``.
-        num_heads: Number of heads K.
-        seed: Seed of the weights.
-        feature_layers: Number of the base's layers that they read in addition to the last hidden state.
-        draft_vocab: Size of the draft vocabulary; 0 = all tokens.
-    """
-    layers = spread_layers(feature_layers, base.num_layers)
+def random_heads(base: BaseModel, architecture: str, num_heads: int) -> DraftHeads:
+    """Heads for ``base`` with small random weights."""
+    layer = LayerConfig.of(base.config) if architecture in ("attention", "block") else None
     with torch.device(base.device):
-        config = HeadsConfig(
-            base.hidden_size, base.vocab_size, num_heads, architecture=architecture, feature_layers=layers,
-            draft_vocab_size=draft_vocab,
-            layer=LayerConfig.of(base.config) if architecture in ("attention", "block") else None,
-        )  # fmt: skip
+        config = HeadsConfig(base.hidden_size, base.vocab_size, num_heads, architecture=architecture, layer=layer)
         heads = build_heads(config).to(base.dtype)
-    fill(heads, seed)
+    fill(heads)
     return heads
 
 
 @torch.no_grad()
-def fill(module: nn.Module, seed: int = 0) -> None:
+def fill(module: nn.Module) -> None:
     """Fill matrices with uniform numbers of standard deviation ``WEIGHT_STD``, vectors (norms, biases) with ones."""
     generators: dict[torch.device, torch.Generator] = {}
     bound = WEIGHT_STD * math.sqrt(3)
@@ -161,7 +145,7 @@ def fill(module: nn.Module, seed: int = 0) -> None:
             parameter.fill_(1.0)
             continue
         device = parameter.device
-        generators.setdefault(device, torch.Generator(device).manual_seed(seed))
+        generators.setdefault(device, torch.Generator(device).manual_seed(0))
         parameter.uniform_(-bound, bound, generator=generators[device])
 
 

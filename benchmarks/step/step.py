@@ -37,7 +37,7 @@ def measure_steps(model: MedusaModel, sizes: Sizes, tokens_per_step: float | Non
     depth, base = model.heads.config.num_heads, model.base
     samples = bandwidth_samples(base.device)
     for batch in batches:
-        rig = Rig(model, batch, context, sizes.seed, max(nodes))
+        rig = Rig(model, batch, context, max(nodes))
         for count in nodes:
             tree = typical_tree(count, depth)
             drafted = PLAIN if count == 1 else Speculation(tree=tree)

@@ -140,7 +140,7 @@ def test_the_parser_knows_all_names():
     "words",
     [
         [], ["step", "--nodes", "0"], ["step", "--nodes", "1,x"], ["step", "--batch", ""], ["step", "--rounds", "0"],
-        ["step", "--base", "a", "--shape", "llama-1b"], ["tune", "--temperature", "0", "1"], ["step", "--seed", "-1"],
+        ["step", "--base", "a", "--shape", "llama-1b"], ["tune", "--temperature", "0", "1"],
     ],
 )  # fmt: skip
 def test_wrong_use_ends_with_status_2(words):

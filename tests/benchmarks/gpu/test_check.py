@@ -11,8 +11,9 @@ import pytest
 
 from medusa.benchmarks.__main__ import main as bench
 from medusa.benchmarks.arguments import build_parser
+from medusa.benchmarks.gpu import __main__ as command
 from medusa.benchmarks.gpu import parts as gpu
-from medusa.benchmarks.gpu.__main__ import check, main, probe
+from medusa.benchmarks.gpu.__main__ import main, probe
 from medusa.benchmarks.gpu.parts import Part
 from medusa.serve.demo import __main__ as demo
 from tests.train.jobs import alive, until
@@ -22,13 +23,14 @@ VERSIONS = {"python": "3", "torch": "2", "transformers": "5"}
 
 
 @pytest.fixture
-def run(tmp_path):
+def run(tmp_path, monkeypatch):
     """Runs parts as on a machine with a GPU; returns exit status and report."""
+    monkeypatch.setattr(command, "WORK", tmp_path / "work")
     handler = signal.getsignal(signal.SIGTERM)
 
     def run(parts, limit=480.0, gpu="H1000"):
-        places = {"out": tmp_path / "out", "work": tmp_path / "work"}
-        status = check(parts, limit=limit, probe=lambda environment: {"gpu": gpu, "versions": VERSIONS}, **places)
+        monkeypatch.setattr(command, "probe", lambda environment: {"gpu": gpu, "versions": VERSIONS})
+        status = command.check(parts, tmp_path / "out", limit)
         return status, json.loads((tmp_path / "out" / "report.json").read_text())
 
     yield run

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from medusa.benchmarks.peers.engine import MODES, SCRIPTS, Engine, Place, engines, places
+from medusa.benchmarks.peers.engine import SCRIPTS, Engine, Place, engines, places
 
 FAKE = f"""
 import sys
@@ -74,12 +74,12 @@ def test_engines_that_are_missing_are_left_out_and_ended_with_the_block(tmp_path
     monkeypatch.setattr("medusa.benchmarks.peers.engine.SCRIPTS", tmp_path)
     (tmp_path / "vllm_.py").symlink_to(tmp_path / "fake.py")
     handler = signal.getsignal(signal.SIGTERM)
-    with engines(tmp_path, "llama-1b", 99, MODES) as found:
+    with engines(tmp_path, "llama-1b", 99, {}) as found:
         assert [(engine.name, engine.mode) for engine in found] == [("vllm", "plain"), ("vllm", "prompt-lookup")]
         assert found[0].complete([[3]], 2, []) == [[3, 4]]
         assert signal.getsignal(signal.SIGTERM) is not handler
-    with engines(tmp_path, "llama-1b", 99, {"vllm": ("medusa", "eagle3-chain")}, {"medusa": tmp_path / "own"}) as found:
-        assert [engine.mode for engine in found] == ["medusa"]
+    with engines(tmp_path, "llama-1b", 99, {"medusa": tmp_path / "own"}) as found:
+        assert [engine.mode for engine in found] == ["plain", "prompt-lookup", "medusa"]
         assert f"goes to the log {tmp_path / 'own'}" in (tmp_path / "vllm-medusa.log").read_text()
     assert signal.getsignal(signal.SIGTERM) is handler
     assert all(not engine.process.runs for engine in found)

@@ -69,12 +69,6 @@ def test_an_answer_without_text_comes_at_its_end(server):
     assert (answer.error, answer.count, answer.times) == (None, 0, [answer.ended])
 
 
-def test_completions_get_the_prompt_as_it_is(server):
-    answer = ask(server, "1 2", completions=True, more={"ignore_eos": True})
-    assert (answer.error, answer.count, server.paths) == (None, 5, ["/v1/completions"])
-    assert (server.requests[0]["prompt"], server.requests[0]["ignore_eos"]) == ("1 2", True)
-
-
 @pytest.mark.parametrize(
     ("reply", "message"),
     [

@@ -28,10 +28,9 @@ def test_shapes_have_the_published_number_of_parameters(name, parameters):
 
 
 def test_random_weights_are_repeatable_tied_and_sane(tiny_config):
-    first, again, other = (random_model(tiny_config, torch.bfloat16, CPU, seed) for seed in (0, 0, 1))
+    first, again = (random_model(tiny_config, torch.bfloat16, CPU) for _ in range(2))
     ids = torch.arange(9)[None]
     assert torch.equal(first(ids).logits, again(ids).logits)
-    assert not torch.equal(first(ids).logits, other(ids).logits)
     assert first.lm_head.weight is first.model.embed_tokens.weight
     assert {parameter.dtype for parameter in first.parameters()} == {torch.bfloat16}
     assert first.lm_head.weight.float().std().item() == pytest.approx(0.02, rel=0.1)
@@ -39,8 +38,8 @@ def test_random_weights_are_repeatable_tied_and_sane(tiny_config):
 
 
 def test_both_sides_of_a_comparison_have_the_same_weights(tiny_config):
-    base = random_base(tiny_config, torch.float32, CPU, seed=3)
-    theirs = random_model(tiny_config, torch.float32, CPU, seed=3)
+    base = random_base(tiny_config, torch.float32, CPU)
+    theirs = random_model(tiny_config, torch.float32, CPU)
     ids = torch.arange(9)[None]
     torch.testing.assert_close(base.logits(base.hidden_states(ids)), theirs(ids).logits)
     assert theirs.config._attn_implementation == "sdpa"
