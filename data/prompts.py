@@ -5,7 +5,6 @@ import random
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import zip_longest
-from pathlib import Path
 from typing import Any
 
 from medusa import MedusaModel
@@ -44,15 +43,6 @@ def embedded_prompts(model: MedusaModel, split: Split, count: int, seed: int = 0
         if pair is not None:
             prompts.append(model.chat_prompt(pair.messages[:1]))
     return prompts[:count]
-
-
-def file_prompts(model: MedusaModel, path: str | Path) -> list[list[int]]:
-    """Token ids of the conversations of a sample file, up to their first answers.
-
-    Raises:
-        ValueError: A record is not a conversation, or no record has a question.
-    """
-    return [model.chat_prompt(prompt.asked[0]) for prompt in conversations(Source(str(path)))]
 
 
 def conversations(source: Source) -> Iterator[Prompt]:

@@ -27,7 +27,7 @@ COMMANDS = {
     "bench": Command("benchmarks.__main__", "demo", "measure drafters, decode steps and acceptance; tune settings"),
     "study": Command("benchmarks.study", "train", "train head designs one after the other, and compare them"),
     "doctor": Command("doctor.__main__", "", "show what this machine has, what runs fast on it, and what to fix"),
-    "demo": Command("serve.demo.__main__", "train,demo,smollm2", "train heads for a small model, then compare speeds"),
+    "demo": Command("benchmarks.demo.__main__", "train,demo,smollm2", "train heads for a small model, compare speeds"),
 }
 """Commands by name, in the order of the help; a command's module is imported when it is called."""
 

@@ -1,10 +1,8 @@
 """The examples with stand-ins for ssh and SLURM: which launcher each machine starts, and with what."""
 
 import os
-import runpy
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -92,19 +90,3 @@ def test_the_log_of_slurm_needs_no_directory():
     """SLURM makes none, and a job whose log cannot be opened ends without a word; a new clone has no runs/."""
     (log,) = [line for line in (ROOT / "examples" / "slurm.sbatch").read_text().splitlines() if "--output" in line]
     assert "/" not in log
-
-
-@pytest.mark.slow
-def test_a_draft_model_beside_its_target(base_directory, monkeypatch, capsys):
-    """A model that drafts for itself is always right, and its chains are K long."""
-    base, script = str(base_directory), ROOT / "examples" / "draft_model.py"
-    words = ["--target", base, "--draft", base, "--count", "1", "--max-new-tokens", "19", "--rounds", "1"]
-    monkeypatch.setattr(sys, "argv", [str(script), *words])
-    monkeypatch.setenv("COLUMNS", "200")
-    runpy.run_path(str(script), run_name="__main__")
-    shown = capsys.readouterr().out
-    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in shown.splitlines() if "│" in line]
-    assert [row[0] for row in rows] == ["plain", *map(str, range(1, 9)), "auto"] * 2
-    assert all(row[-1] == "1 of 1" for row in rows)
-    assert all(int(row[1].rstrip("%")) > 70 for row in rows if row[0] in ("1", "2", "4")), "the last chain is cut"
-    assert rows[9][0] == "auto" and "greedy" in shown and "temperature 0.8" in shown

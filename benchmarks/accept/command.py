@@ -9,9 +9,9 @@ from medusa.benchmarks.accept.figures import figures, grouped
 from medusa.benchmarks.accept.measure import measure
 from medusa.benchmarks.accept.shown import fields, tables
 from medusa.benchmarks.accept.texts import known_answers, usual_file
+from medusa.benchmarks.questions import questions
 from medusa.benchmarks.report import environment, logger, publish
 from medusa.benchmarks.run.command import named_model
-from medusa.serve.demo.questions import questions
 
 LEAST_OWN = 0.99
 """Least share of tokens that are the base's own choice; with fewer, the answers are not its greedy texts."""

@@ -13,11 +13,11 @@ from torch import Tensor
 from medusa import MedusaModel, Output, Speculation, Tree
 from medusa.acceptance import build_rule
 from medusa.base.model import BaseModel
+from medusa.benchmarks.progress import Progress
 from medusa.drafters.choose import Drafters
 from medusa.engine.replay import Text, read, replay, tally
 from medusa.heads import DraftHeads
 from medusa.sampling import sources
-from medusa.serve.demo.progress import Progress
 
 DEPTHS = 16
 """D, the largest depth that is counted."""

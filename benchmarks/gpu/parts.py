@@ -53,7 +53,7 @@ def parts(work: Path) -> dict[str, Part]:
         "step": Part(step_words, 240, step, key_figure, beside),
         "run": Part(("-m", "medusa", "bench", "run", *shape, *small_run), 120, run, _run_figure),
         "demo": Part(
-            ("-m", "medusa.serve.demo", "--run", str(demo.parent), *small_demo),
+            ("-m", "medusa.benchmarks.demo", "--run", str(demo.parent), *small_demo),
             200,
             demo,
             _demo_figure,

@@ -17,9 +17,21 @@ from medusa.base import smollm2
 from medusa.base.names import full_name, shipped_heads
 from medusa.benchmarks.peers.copies import copy_draft, openvino_reads
 from medusa.benchmarks.peers.engine import BATCHING, EAGLE3_CHAIN, EAGLE3_TREE, MEDUSA, Engine, engines
+from medusa.benchmarks.questions import Kinds, questions
 from medusa.benchmarks.report import Report, environment, publish
-from medusa.benchmarks.run.measure import figures, measure
-from medusa.benchmarks.run.methods import AUTO, LOSSY, PLAIN, Answers, Method, ended, of_transformers, ours, speculation
+from medusa.benchmarks.run.measure import figures, measure, repeated_share
+from medusa.benchmarks.run.methods import (
+    AUTO,
+    LOSSY,
+    PLAIN,
+    Answers,
+    Method,
+    ended,
+    of_transformers,
+    ours,
+    speculation,
+    unpacked_copy,
+)
 from medusa.benchmarks.run.shown import fields, tables
 from medusa.benchmarks.step.shapes import given_device, given_dtype, random_base, random_model, shape_config
 from medusa.data.arguments import base_arguments
@@ -27,8 +39,6 @@ from medusa.files import write_json
 from medusa.formats import Export, export_heads, refusal
 from medusa.io.settings_file import save_settings
 from medusa.loading.self_test import fuse
-from medusa.serve.demo.compare import repeated_share, unpacked_copy
-from medusa.serve.demo.questions import Kinds, questions
 
 SKIPPED = ("early-exit", "ngram", "heads-sampled")
 """Drafters that are measured only on request: they are slower than plain decoding, or need earlier texts."""

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from medusa.benchmarks.progress import Progress
 from medusa.benchmarks.run.methods import PLAIN, Answers, Method
-from medusa.serve.demo.progress import Progress
 
 DRAWS = 4000
 TAIL = 0.025
@@ -152,3 +152,13 @@ def figures(
             } if batch == 1 else {},
         })  # fmt: skip
     return rows
+
+
+def repeated_share(outputs: Sequence[list[int]]) -> float:
+    """Share of 4-grams that occurred earlier in the same answer, since small models repeat themselves."""
+    seen = total = 0
+    for tokens in outputs:
+        grams = [tuple(tokens[i : i + 4]) for i in range(len(tokens) - 3)]
+        total += len(grams)
+        seen += len(grams) - len(set(grams))
+    return seen / max(total, 1)

@@ -5,9 +5,11 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
-from medusa import MedusaModel, SamplingParams, Speculation
+from medusa import BaseModel, MedusaModel, SamplingParams, Speculation
+from medusa.base import gguf, smollm2
+from medusa.base.adapter import apply_adapter
 from medusa.sampling import RULES
 
 PLAIN, AUTO = "plain", "auto"
@@ -71,6 +73,19 @@ def ours(
         return Answers([output.tokens for output in outputs], [output.steps for output in outputs])
 
     return Method(name, complete, ours=True)
+
+
+def unpacked_copy(base: BaseModel) -> PreTrainedModel:
+    """A second copy of a base's weights in transformers' own layers with its own attention.
+
+    ``generate`` then chooses tokens by its arguments alone, and not by settings that come with the checkpoint.
+    """
+    path = gguf.expanded(smollm2.locate(base.name))
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype=base.dtype)
+    if base.adapter:
+        model = apply_adapter(model, base.adapter)
+    model.generation_config = GenerationConfig(eos_token_id=sorted(base.eos_ids) or None, pad_token_id=0)
+    return model.to(base.device).eval()
 
 
 def of_transformers(

@@ -9,7 +9,7 @@ from medusa import Speculation
 from medusa.data.__main__ import main
 from medusa.data.exchange import Exchange, Prompt, Settings, samples
 from medusa.data.local import LocalAnswerer, sampling_params
-from medusa.data.prompts import conversations, file_prompts, fitting
+from medusa.data.prompts import conversations, fitting
 from medusa.data.regenerate import Part, regenerate
 from medusa.data.sources import Source
 from medusa.io.settings_file import save_settings
@@ -182,8 +182,8 @@ def test_a_damaged_unfinished_file_is_said(tmp_path):
 def test_prompts_come_from_conversations_with_or_without_answers(model, tmp_path, record, prompt):
     path = tmp_path / "chats.jsonl"
     path.write_text(json.dumps(record) + "\n")
-    (ids,) = file_prompts(model, path)
-    assert model.base.tokenizer.decode(ids) == prompt
+    (found,) = conversations(Source(str(path)))
+    assert model.base.tokenizer.decode(model.chat_prompt(found.asked[0])) == prompt
 
 
 @pytest.mark.parametrize(
@@ -193,11 +193,11 @@ def test_prompts_come_from_conversations_with_or_without_answers(model, tmp_path
         ({"messages": [{"role": "user"}]}, r"content \(None\) is not text"),
     ],
 )
-def test_lines_that_are_no_conversation_are_named(model, tmp_path, record, message):
+def test_lines_that_are_no_conversation_are_named(tmp_path, record, message):
     path = tmp_path / "chats.jsonl"
     path.write_text('{"prompt": "fine"}\n' + json.dumps(record) + "\n")
     with pytest.raises(ValueError, match=f"chats.jsonl, line 2: {message}"):
-        file_prompts(model, path)
+        list(conversations(Source(str(path))))
 
 
 def test_conversations_without_a_question_are_passed_over_and_counted(tmp_path, caplog):

@@ -11,11 +11,11 @@ import pytest
 from medusa import BaseModel, MedusaModel
 from medusa.base import names, on_hub, smollm2
 from medusa.benchmarks.arguments import build_parser as bench_flags
+from medusa.benchmarks.questions import questions
 from medusa.data import load_tokenizer
 from medusa.data.options import parser as data_flags
 from medusa.formats import load_heads, save_heads
 from medusa.io.hub import fetch_heads
-from medusa.serve.demo.questions import questions
 from medusa.serve.model_options import DEFAULT_HEADS, ModelOptions
 from medusa.train.own.asked import CHAT, kind_of
 

@@ -11,11 +11,11 @@ import pytest
 
 from medusa.benchmarks.__main__ import main as bench
 from medusa.benchmarks.arguments import build_parser
+from medusa.benchmarks.demo import __main__ as demo
 from medusa.benchmarks.gpu import __main__ as command
 from medusa.benchmarks.gpu import parts as gpu
 from medusa.benchmarks.gpu.__main__ import main, probe
 from medusa.benchmarks.gpu.parts import Part
-from medusa.serve.demo import __main__ as demo
 from tests.train.jobs import alive, until
 
 ROOT = Path(__file__).parents[3]
@@ -149,7 +149,7 @@ def test_parts_run_with_the_same_python(run, tmp_path, monkeypatch):
 
 
 def test_every_command_is_one_that_exists(tmp_path, capsys):
-    parsers = {"benchmarks": build_parser(), "medusa.serve.demo": demo._parser()}
+    parsers = {"benchmarks": build_parser(), "medusa.benchmarks.demo": demo._parser()}
     parts = gpu.parts(tmp_path)
     for part in parts.values():
         dash_m, module, *words = part.words

@@ -13,9 +13,8 @@ from medusa.benchmarks.__main__ import main
 from medusa.benchmarks.peers.engine import MODES, SCRIPTS, Place
 from medusa.benchmarks.run.command import _peers
 from medusa.benchmarks.run.measure import Rate, figures, measure
-from medusa.benchmarks.run.methods import Answers, Method, of_transformers, ours
+from medusa.benchmarks.run.methods import Answers, Method, of_transformers, ours, unpacked_copy
 from medusa.benchmarks.step.shapes import random_heads
-from medusa.serve.demo.compare import unpacked_copy
 
 PROMPTS = [[5, 9, 7], [30, 2], [8, 8, 8, 3]]
 

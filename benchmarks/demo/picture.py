@@ -9,7 +9,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot
 from matplotlib.axes import Axes
 
-from medusa.serve.demo import AUTO
+from medusa.benchmarks.demo import AUTO
 
 BLUE, GREY, ORANGE, MARK = "#2864a8", "#b8bec6", "#e08a1e", "#cfe3f8"
 COLUMNS, LINES = 118, 16
@@ -19,7 +19,7 @@ TICKS = {"prompt-lookup": "prompt\nlookup", "heads": "heads", AUTO: "auto\n(defa
 
 
 def draw(report: dict[str, Any], path: Path) -> None:
-    """Draw the report of ``serve.demo`` into a PNG file: the embedded base on the left, the real model on the right."""
+    """Draw the demo's report into a PNG file: the embedded base on the left, the real model on the right."""
     real = report.get("smollm2")
     sample = (real or report)["sample"]
     lines = _lines(sample["pieces"])

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from medusa.base.names import EMBEDDED
+from medusa.benchmarks.demo.report import publish
 from medusa.data.arguments import at_least, exit_status, show_messages
 from medusa.data.child import started
-from medusa.serve.demo.report import publish
 
 MEDUSA = (sys.executable, "-m", "medusa")
 CTRL_C = 130
@@ -100,15 +100,15 @@ def _compare(run: Path, count: int, rounds: int) -> dict[str, Any]:
     """Run the third stage: the embedded base with the heads from the first two stages."""
     _say("3/4  held-out prompts, decoded by transformers, plainly, and with each drafter; compiling takes a while")
     from medusa import MedusaModel
+    from medusa.benchmarks.demo.figures import measured
     from medusa.data.prompts import embedded_prompts
-    from medusa.serve.demo.figures import measure
 
     model = MedusaModel.from_pretrained(run / "heads")
     prompts = embedded_prompts(model, "heldout", count)
     kinds = {"code": range(0, len(prompts), 2), "chat": range(1, len(prompts), 2)}
     training = json.loads((run / "heads" / "provenance.json").read_text(encoding="utf-8"))["figures"]
     versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers", "deepspeed")}
-    return measure(model, prompts, kinds, rounds, MAX_NEW_TOKENS) | {
+    return measured(model, prompts, kinds, rounds, MAX_NEW_TOKENS) | {
         **{f"head_top{rank}": training[f"heldout_top{rank}"] for rank in (1, 5, 10)},
         "steps": training["steps"],
         "train_seconds": round(training["train_seconds"], 1),
@@ -121,8 +121,8 @@ def _compare_real(count: int, rounds: int) -> dict[str, Any] | None:
     _say("4/4  a real chat model, SmolLM2-135M-Instruct, with heads of the repository; loading takes a minute")
     from medusa import MedusaModel
     from medusa.base.names import shipped_heads
-    from medusa.serve.demo.figures import measure
-    from medusa.serve.demo.questions import chat_questions
+    from medusa.benchmarks.demo.figures import measured
+    from medusa.benchmarks.questions import chat_questions
 
     try:
         model = MedusaModel.from_pretrained(shipped_heads("smollm2"))
@@ -130,7 +130,7 @@ def _compare_real(count: int, rounds: int) -> dict[str, Any] | None:
         print(f"left out: {error}", flush=True)
         return None
     prompts, kinds = chat_questions(model, count)
-    return measure(model, prompts, kinds, rounds, REAL_NEW_TOKENS)
+    return measured(model, prompts, kinds, rounds, REAL_NEW_TOKENS)
 
 
 def _run(*words: str, **environment: str) -> None:
@@ -156,7 +156,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--fresh", action="store_true", help="remove what the demo wrote there first")
     add("--train-prompts", type=at_least(16), default=2400, help="prompts answered for training")
     add("--prompts", type=at_least(2), default=24, help="held-out prompts that are compared")
-    add("--rounds", type=at_least(1), default=2, help="measured repetitions; the median counts")
+    add("--rounds", type=at_least(1), default=2, help="measured repetitions")
     add("--real-prompts", type=at_least(1), default=12, help="the same for the real model")
     add("--real-rounds", type=at_least(1), default=1, help="of the real model")
     return parser

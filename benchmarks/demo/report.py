@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from medusa.serve.demo import LABELS
+from medusa.benchmarks.demo import LABELS
 
 COLUMNS = ("tokens_per_s", "tokens_per_step", "speedup", "speedup_over_transformers")
 """Columns of the table: figures of a way to decode."""
@@ -17,7 +17,7 @@ def publish(run: Path, report: dict[str, Any]) -> None:
     path, picture = run / "report.json", run / "report.png"
     write_json(path, report)
     try:
-        from medusa.serve.demo.picture import draw
+        from medusa.benchmarks.demo.picture import draw
     except ImportError as error:  # without matplotlib the report is still complete
         print(f"no picture: {error}", file=sys.stderr)
     else:
@@ -33,7 +33,7 @@ def publish(run: Path, report: dict[str, Any]) -> None:
 
 
 def show(base: str, figures: dict[str, Any]) -> None:
-    """Print the table of ``serve.demo.figures.measure``."""
+    """Print the table of ``benchmarks.demo.figures.measured``."""
     from rich.console import Console
     from rich.table import Table
 

@@ -9,21 +9,14 @@ import time
 import pytest
 
 from medusa import BaseModel, MedusaModel
-from medusa.serve.demo import LABELS
-from medusa.serve.demo import __main__ as demo
-from medusa.serve.demo.compare import (
-    Call,
-    Timing,
-    compare,
-    identical,
-    medusa_engine,
-    repeated_share,
-    transformers_engine,
-)
-from medusa.serve.demo.figures import measure
-from medusa.serve.demo.progress import Progress
-from medusa.serve.demo.questions import file_questions
-from medusa.serve.demo.report import publish
+from medusa.benchmarks.demo import LABELS
+from medusa.benchmarks.demo import __main__ as demo
+from medusa.benchmarks.demo.figures import measured
+from medusa.benchmarks.demo.report import publish
+from medusa.benchmarks.progress import Progress
+from medusa.benchmarks.questions import file_questions
+from medusa.benchmarks.run.measure import measure, repeated_share
+from medusa.benchmarks.run.methods import Answers, Method
 from tests.conftest import CLONES_CACHE
 
 SAVING = """
@@ -40,14 +33,6 @@ Path(sys.argv[1] + ".ready").touch()
 time.sleep(60)
 """
 PROMPTS = [[5, 6, 7], [40, 41], [9]]
-
-
-def engine(name, tokens, order):
-    def run(prompt):
-        order.append(name)
-        return [1] * tokens, 2
-
-    return run
 
 
 def test_ctrl_c_waits_for_what_a_stage_saves(tmp_path):
@@ -67,37 +52,21 @@ def test_ctrl_c_waits_for_what_a_stage_saves(tmp_path):
     assert place.exists()
 
 
-def test_engines_take_turns_and_rates_are_medians(monkeypatch):
-    clock = iter(range(1000))
-    monkeypatch.setattr("medusa.serve.demo.compare.time.perf_counter", lambda: next(clock))
-    order = []
-    timings = compare({"a": engine("a", 2, order), "b": engine("b", 6, order)}, PROMPTS, rounds=3)
-    assert "".join(order) == "ab" + "aaabbb" + "bbbaaa" + "aaabbb", "one warm-up each, then alternated"
-    assert timings["a"].rates == [2.0] * 3
-    assert timings["b"].tokens_per_second == 6.0
-    assert timings["b"].outputs == [[1] * 6] * 3
-    assert timings["b"].tokens_per_step == 3
-
-
-def test_a_speedup_compares_within_rounds():
-    fast, slow = (Timing([[Call([1] * rate, 1, 1.0)] for rate in rates]) for rates in ((40, 90, 20), (20, 30, 20)))
-    assert fast.speedup_over(slow) == 2.0
-
-
-def test_figures_of_a_group_of_prompts():
-    timing = Timing([[Call([1] * 6, 2, 1.0), Call([1] * 4, 4, 2.0), Call([1] * 2, 2, 1.0)]])
-    plain = Timing([[Call([1] * 6, 6, 3.0), Call([1] * 4, 4, 2.0), Call([1] * 2, 2, 1.0)]])
-    for group, steps, speedup in (([0], 3, 3), (range(1, 3), 1, 1)):
-        assert timing.of(group).tokens_per_step == steps
-        assert timing.of(group).speedup_over(plain.of(group)) == speedup
-    assert timing.of([1, 0]).outputs == [[1] * 4, [1] * 6]
-
-
-def test_every_stage_says_what_it_does(capsys):
+def test_methods_take_turns_and_every_stage_says_what_it_does(capsys):
     """In a log: a line as each stage begins, the warm-ups, which may compile for minutes, among them."""
-    compare({"a": engine("a", 2, []), "b": engine("b", 6, [])}, PROMPTS, rounds=2)
+    order = []
+
+    def method(name):
+        def complete(prompts, seeds):
+            order.append(name)
+            return Answers([[1]] * len(prompts))
+
+        return Method(name, complete)
+
+    measure([method("a"), method("b")], PROMPTS, 1, rounds=2)
+    assert "".join(order) == "ab" + "aaabbb" + "bbbaaa", "one warm-up each, then alternated"
     lines = [line.split("  ") for line in capsys.readouterr().err.splitlines()]
-    assert [(done, stage) for _, done, stage in lines] == [
+    assert [(done, stage.removeprefix("batch 1, ")) for _, done, stage in lines] == [
         ("0/14", "warm-up: a"), ("1/14", "warm-up: b"), ("2/14", "round 1 of 2: a"), ("5/14", "round 1 of 2: b"),
         ("8/14", "round 2 of 2: b"), ("11/14", "round 2 of 2: a"),
     ]  # fmt: skip
@@ -115,17 +84,13 @@ def test_a_long_call_shows_signs_of_life(terminal, monkeypatch, capsys):
 
 
 def test_what_the_demo_compares_decodes_greedily(make_heads, base_directory):
-    """On untrained heads of a tiny base: all say the same, and so would another engine of these tokens."""
+    """On untrained heads of a tiny base: all say the same."""
     model = MedusaModel(BaseModel.load(base_directory, device="cpu"), make_heads(5).float())
     prompts = [[5, 6, 7, 5, 6], [40, 41], [9]]
-    values = measure(model, prompts, {"code": [0, 2], "chat": [1]}, rounds=1, new_tokens=12)
+    values = measured(model, prompts, {"code": [0, 2], "chat": [1]}, rounds=1, new_tokens=12)
     assert list(values["drafters"]) == list(LABELS) == ["auto", "heads", "prompt-lookup"]
     assert all(drafter["identical_outputs"] == 3 for drafter in values["drafters"].values())
     json.dumps(values)
-    engines = transformers_engine(model.base.model, 12), medusa_engine(model, 12)
-    theirs, ours = ([run(prompt)[0] for prompt in prompts] for run in engines)
-    assert identical(theirs, ours) == 3
-    assert identical(theirs, [*ours[:2], [0]]) == 2
 
 
 def test_repetition_counts_what_was_said_before():
