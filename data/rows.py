@@ -46,7 +46,6 @@ def open_rows(
     tokenizer: PreTrainedTokenizerBase,
     row_tokens: int,
     cache: str | Path,
-    window: int = WINDOW,
     vocabulary: int | None = None,
 ) -> PackedRows:
     """Rows of a source, mapped from disk; they are made first if the cache lacks them or its files are damaged.
@@ -58,7 +57,6 @@ def open_rows(
         tokenizer: the base's tokenizer.
         row_tokens: T.
         cache: directory of all cached rows.
-        window: number of samples that are packed together.
         vocabulary: see `samples`.
 
     Raises:
@@ -66,7 +64,7 @@ def open_rows(
         ValueError: samples cannot be read, or there is nothing to train on.
         OSError: the cache cannot be written.
     """
-    key = _key(source, tokenizer, row_tokens, window)
+    key = _key(source, tokenizer, row_tokens)
     directory = Path(cache) / key
     directory.parent.mkdir(parents=True, exist_ok=True)
     with _locked(directory.with_suffix(".lock")):
@@ -75,20 +73,20 @@ def open_rows(
             if directory.exists():
                 LOGGER.warning("rows in %s are damaged; they are made again", directory)
                 shutil.rmtree(directory)
-            _make(directory, samples(source, tokenizer, vocabulary), source, row_tokens, window)
+            _make(directory, samples(source, tokenizer, vocabulary), source, row_tokens)
             packed = _opened(directory)
     if packed is None:
         raise OSError(f"rows in {directory} cannot be read back; free space on its disk, or change data.cache")
     return replace(packed, prompts=source.prompts)
 
 
-def _key(source: Source, tokenizer: PreTrainedTokenizerBase, row_tokens: int, window: int) -> str:
+def _key(source: Source, tokenizer: PreTrainedTokenizerBase, row_tokens: int) -> str:
     """Digest of everything that affects the content of rows."""
     with tempfile.TemporaryDirectory() as scratch:
         tokenizer.save_pretrained(scratch)
         files = sorted(path for path in Path(scratch).rglob("*") if path.is_file())
         words = [hashlib.sha256(_lasting(path)).hexdigest() for path in files]
-    words += [source.fingerprint(), f"{FORMAT}/{row_tokens}/{window}", *["prompts"] * source.prompts]
+    words += [source.fingerprint(), f"{FORMAT}/{row_tokens}/{WINDOW}", *["prompts"] * source.prompts]
     return hashlib.sha256("/".join(words).encode()).hexdigest()[:16]
 
 
@@ -130,12 +128,12 @@ def _sizes(directory: Path) -> dict[str, int]:
     return {name: (directory / name).stat().st_size for name in TENSORS}
 
 
-def _make(directory: Path, found: Iterable[Sample], source: Source, row_tokens: int, window: int) -> None:
+def _make(directory: Path, found: Iterable[Sample], source: Source, row_tokens: int) -> None:
     """Write the rows to a temporary directory, and move it to its place."""
     temporary = Path(tempfile.mkdtemp(".tmp", f"{directory.name}.", directory.parent))
     try:
         with full_disk_named(directory.parent, "free space, or move data.cache"):
-            _write(temporary, found, source, row_tokens, window)
+            _write(temporary, found, source, row_tokens)
             manifest = {
                 "source": source.path, "row_tokens": row_tokens, "bytes": _sizes(temporary),
                 "fingerprint": _mapped(temporary, row_tokens).fingerprint(),
@@ -146,13 +144,13 @@ def _make(directory: Path, found: Iterable[Sample], source: Source, row_tokens: 
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _write(directory: Path, found: Iterable[Sample], source: Source, row_tokens: int, window: int) -> None:
+def _write(directory: Path, found: Iterable[Sample], source: Source, row_tokens: int) -> None:
     """Write the files of the tensors, window by window."""
     rows = seen = 0
     stream = iter(tqdm(found, desc=f"samples of {source.path} tokenised", unit="", disable=None, delay=1, leave=False))
     with ExitStack() as stack:
         files = {field: stack.enter_context((directory / field).open("wb")) for field in TENSORS}
-        while members := list(islice(stream, window)):
+        while members := list(islice(stream, WINDOW)):
             packed = pack_window(members, row_tokens, source.prompts)
             rows, seen = rows + len(packed), seen + len(members)
             for field, file in files.items():

@@ -21,6 +21,8 @@ from medusa.train.recipe_file import RecipeError
 from medusa.train.workers import Workers
 
 LOGGER = logging.getLogger("medusa.train")
+ROWS_AT_A_TIME = 1024
+"""Rows in memory while tokens are counted."""
 SHAPE = (
     "architecture", "hidden_size", "num_layers", "own_lm_heads", "feature_layers", "layer", "mask_token",
     "own_correction",
@@ -129,9 +131,7 @@ def start_from(heads: DraftHeads, others: DraftHeads, name: str) -> None:
     heads.load_state_dict(state)
 
 
-def most_frequent_tokens(
-    packed: PackedRows, size: int, vocab_size: int, workers: Workers, rows_at_a_time: int = 1024
-) -> Tensor:
+def most_frequent_tokens(packed: PackedRows, size: int, vocab_size: int, workers: Workers) -> Tensor:
     """The most frequent tokens of answers, or of prompts if nothing is answered; of equal ones those with lower ids.
 
     The result is the same for any number of processes; each counts its share of the rows, and all call it.
@@ -141,7 +141,6 @@ def most_frequent_tokens(
         size: number of tokens; if there are fewer, the lowest other ids are added.
         vocab_size: V.
         workers: this process among all.
-        rows_at_a_time: rows that are in memory at a time.
 
     Returns:
         int64 [size] token ids, ascending.
@@ -149,7 +148,7 @@ def most_frequent_tokens(
 
     def counted(answers: bool) -> Tensor:
         counts_V = torch.zeros(vocab_size, dtype=torch.int64)
-        for rows in torch.arange(workers.rank, len(packed), workers.world_size).split(rows_at_a_time):
+        for rows in torch.arange(workers.rank, len(packed), workers.world_size).split(ROWS_AT_A_TIME):
             wanted = packed.loss_mask[rows] if answers else packed.supervised(rows)
             counts_V += torch.bincount(packed.input_ids[rows][wanted].long(), minlength=vocab_size)
         return workers.total(counts_V)

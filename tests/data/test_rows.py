@@ -32,8 +32,8 @@ def cache(tmp_path: Path) -> Path:
 def opened(source: Source, tokenizer: PreTrainedTokenizerFast, cache: Path) -> Opening:
     """Open the rows of the source, or of something else."""
 
-    def opened(source: Source = source, tokenizer=tokenizer, row_tokens: int = 32, **options: int) -> PackedRows:
-        return open_rows(source, tokenizer, row_tokens, cache, **options)
+    def opened(source: Source = source, tokenizer=tokenizer, row_tokens: int = 32) -> PackedRows:
+        return open_rows(source, tokenizer, row_tokens, cache)
 
     return opened
 
@@ -66,8 +66,11 @@ def test_they_are_made_once_and_not_read_again(opened: Opening, cache: Path) -> 
     assert first.fingerprint() == again.fingerprint()
 
 
-def test_windows_are_packed_one_by_one(source: Source, opened: Opening, tokenizer: PreTrainedTokenizerFast) -> None:
-    rows, found = opened(window=20), read_samples(source, tokenizer)
+def test_windows_are_packed_one_by_one(
+    source: Source, opened: Opening, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("medusa.data.rows.WINDOW", 20)
+    rows, found = opened(), read_samples(source, tokenizer)
     parts = [pack(found[start : start + 20], 32) for start in (0, 20, 40)]
     assert torch.equal(rows.input_ids, torch.cat([part.input_ids for part in parts]))
     assert torch.equal(rows.position_ids, torch.cat([part.position_ids for part in parts]))

@@ -40,12 +40,13 @@ def packed() -> PackedRows:
     return PackedRows(ids, torch.arange(16, dtype=torch.int32).expand(37, -1), mask, torch.full((37,), 16))
 
 
-def test_the_most_frequent_supervised_tokens_are_chosen(packed: PackedRows) -> None:
+def test_the_most_frequent_supervised_tokens_are_chosen(packed: PackedRows, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("medusa.train.fresh_heads.ROWS_AT_A_TIME", 5)
     counts = Counter(packed.input_ids[packed.loss_mask].tolist())
     order = sorted(range(50), key=lambda token: (-counts[token], token))
     assert len(counts) < 30
     for size in (3, 11, len(counts) + 5):
-        chosen = most_frequent_tokens(packed, size, 50, ALONE, rows_at_a_time=5)
+        chosen = most_frequent_tokens(packed, size, 50, ALONE)
         assert chosen.tolist() == sorted(order[:size])
     filled = most_frequent_tokens(packed, len(counts) + 3, 50, ALONE).tolist()
     assert set(filled) - set(counts) == {0, 1, 2}, "the lowest ids fill up"
