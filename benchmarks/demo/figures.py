@@ -7,11 +7,8 @@ import torch
 
 from medusa import MedusaModel
 from medusa.benchmarks.demo import AUTO, LABELS
-from medusa.benchmarks.run.measure import Timing, figures, measure, repeated_share
+from medusa.benchmarks.run.measure import figures, measure, repeated_share
 from medusa.benchmarks.run.methods import PLAIN, of_transformers, ours, unpacked_copy
-
-SAMPLE_CHARACTERS = 60
-"""Least number of characters of the sample answer."""
 
 
 def measured(
@@ -65,7 +62,6 @@ def measured(
         "fused": base.fused,
         "device": str(base.device),
         "threads": torch.get_num_threads(),
-        "sample": _sample(model, prompts, timings[AUTO], new_tokens),
     }
 
 
@@ -82,19 +78,3 @@ def _row(row: Mapping[str, Any], over_transformers: float) -> dict[str, float | 
         found[f"tokens_per_step_{kind}"] = round(own["tokens_per_pass"], 3)
         found[f"speedup_{kind}"] = round(own["over_plain"], 3)
     return found
-
-
-def _sample(model: MedusaModel, prompts: Sequence[list[int]], timing: Timing, new_tokens: int) -> dict[str, Any]:
-    """A sample answer as (text, drafted) pieces: of long answers that ended, the one with the most tokens per step."""
-    tokenizer, eos = model.base.tokenizer, model.base.eos_ids
-    answers = timing.outputs
-    long = [index for index, tokens in enumerate(answers) if len(tokenizer.decode(tokens)) >= SAMPLE_CHARACTERS]
-    ended = [index for index in long if answers[index][-1] in eos]
-    best = max(ended or long or range(len(answers)), key=lambda index: timing.tokens_per_pass([index]) or 0.0)
-    output = model.generate(prompts[best], max_new_tokens=new_tokens)
-    pieces = [
-        (tokenizer.decode([token], skip_special_tokens=True), drafted)
-        for token, drafted in zip(output.tokens, output.drafted, strict=True)
-    ]
-    asked = tokenizer.decode(prompts[best], skip_special_tokens=True).rpartition("user\n")[2]
-    return {"prompt": asked.removesuffix("assistant\n").strip(), "pieces": pieces}
