@@ -1,10 +1,16 @@
-"""Passes and states by hand, for tests that look inside a step."""
+"""Passes and states by hand, for tests that look inside a step; batches to their ends."""
 
 import torch
 
 from medusa.cache import CachedSequence, tell
 from medusa.state import DecodeState
 from medusa.tree import Draft
+
+
+def finish(batch):
+    """All steps of a batch."""
+    while len(batch):
+        batch.step()
 
 
 @torch.inference_mode()

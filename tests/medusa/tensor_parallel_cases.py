@@ -10,6 +10,7 @@ from unittest.mock import patch
 import torch
 
 from medusa import MedusaModel, SamplingParams, Speculation
+from tests.medusa.passes import finish
 
 TEXT = "def add(a, b):\n    return a + b\n\ndef add(a, b):\n    ret"
 PROMPTS = [TEXT, "x", "The quick brown fox jumps over the lazy dog. " * 3]
@@ -49,8 +50,7 @@ def joins(model: MedusaModel) -> list[list[int]]:
         outputs.append(batch.add(text, params, Speculation(drafter="heads", nodes=8)).output)
         batch.step()
     assert batch.waiting, "the cache is too small"
-    while len(batch):
-        batch.step()
+    finish(batch)
     return [output.tokens for output in outputs]
 
 

@@ -13,6 +13,7 @@ from medusa.engine.graph import StepGraphs
 from medusa.engine.logprobs import SCORED, LogprobReader
 from medusa.sampling import SamplingParams, Speculation
 from tests.medusa.kinds import REMEMBER
+from tests.medusa.passes import finish
 from tests.medusa.tape import Recorder
 
 SCHEDULES = 5
@@ -167,8 +168,7 @@ def test_a_step_that_computes_prompts_drafts_nothing_where_sizes_are_left_open(b
     batch.add([7, 8, 9], params)
     batch.step()
     assert (given.output.draft_tokens, left_open.output.draft_tokens) == (drafted[0] + 3, drafted[1])
-    while len(batch):
-        batch.step()
+    finish(batch)
     assert left_open.output.draft_tokens > drafted[1]
 
 
@@ -208,8 +208,7 @@ def test_a_batch_whose_step_fails_frees_its_cache(speaker, step):
 def test_large_trees_wait_for_room(speaker):
     batch, params = speaker.batch(speaker.base.new_pool(22 * BLOCK)), SamplingParams(max_new_tokens=4, ignore_eos=True)
     requests = [batch.add([5 + n] * 20, params, Speculation("heads", nodes=40)) for n in range(10)]
-    while len(batch):
-        batch.step()
+    finish(batch)
     assert speaker.graphs is None or batch.preemptions > 0, "steps with fixed shapes reserve whole trees"
     assert [request.output.tokens for request in requests[:2]] == [
         speaker.generate([5 + n] * 20, sampling=params, nodes=1).tokens for n in range(2)

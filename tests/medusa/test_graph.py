@@ -24,6 +24,7 @@ from medusa.heads.layer import LayerConfig
 from medusa.state import DecodeState
 from tests.medusa.kinds import MEMORYLESS, REMEMBER
 from tests.medusa.known_text import Chain
+from tests.medusa.passes import finish
 from tests.medusa.rules import make_rule
 from tests.medusa.tape import Recorder, Strict, Tape
 from tests.medusa.test_conformance import tiny
@@ -146,8 +147,7 @@ def test_heads_that_remember_draft_what_they_draft_eagerly(base, make_heads, mon
         requests.append(batch.add(prompt, one, wanted))
         batch.step()
         batch.step()
-    while len(batch):
-        batch.step()
+    finish(batch)
     for prompt, one, request in zip(PROMPTS, params, requests, strict=True):
         assert contents([request.output]) == contents([eager.generate(prompt, sampling=one, speculation=wanted)])
     assert model.recorder.recorded > 1 and model.recorder.replays > 15

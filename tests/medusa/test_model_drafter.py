@@ -14,7 +14,7 @@ from medusa.drafters import EarlyExitDrafter, ExitLayer, ModelDrafter, SmallMode
 from medusa.drafters.early_exit import FEWEST
 from medusa.engine.graph import StepGraphs
 from medusa.loading.load import load_base_and_heads
-from tests.medusa.passes import prefill
+from tests.medusa.passes import finish, prefill
 from tests.medusa.tape import Recorder
 from tests.medusa.test_conformance import config_of
 
@@ -91,8 +91,7 @@ def test_rows_come_and_go_and_the_models_cache_follows(monkeypatch):
         completions.append(batch.add([7 + number, 9], SamplingParams(max_new_tokens=count, ignore_eos=True), wanted))
         batch.step()
         batch.step()
-    while len(batch):
-        batch.step()
+    finish(batch)
     assert [c.output.tokens for c in completions] == [output.tokens for output in plain]
     assert max(max(missing) for missing in passes) <= 4, "nothing is computed again when rows come and go"
 
@@ -285,8 +284,7 @@ def test_rows_that_come_and_go_with_any_drafters_keep_their_texts(seed):
             batch.remove(chance.choice(rows)[2])
         else:
             batch.step()
-    while len(batch):
-        batch.step()
+    finish(batch)
     for prompt, params, completion in rows:
         expected = plain.generate(prompt, sampling=params, speculation=Speculation(nodes=1)).tokens
         found = completion.output

@@ -10,10 +10,11 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from medusa import BaseModel, EngineConfig, MedusaModel
-from medusa.cache import BLOCK, BlockPool, CachedSequence, PoolFullError, provisional
+from medusa.cache import BLOCK, BlockPool, CachedSequence, PoolFullError
 from medusa.loading.self_test import fuse
 from medusa.sampling import SamplingParams, Speculation
 from medusa.tree import Draft
+from tests.medusa.passes import finish
 
 CPU = torch.device("cpu")
 ENDLESS = {"ignore_eos": True}
@@ -32,11 +33,6 @@ def paged(request, base_directory):
 @pytest.fixture(scope="module")
 def model(paged, make_heads):
     return MedusaModel(paged, make_heads().float(), draft_model=paged)
-
-
-def finish(batch):
-    while len(batch):
-        batch.step()
 
 
 def text(chance, length, vocab_size=250):
@@ -174,13 +170,6 @@ def test_growth_moves_what_there_is(base, model, monkeypatch):
 
 
 # Passes.
-
-
-def test_what_is_provisional_is_forgotten():
-    one = CachedSequence(BlockPool(1, CPU))
-    with provisional([one]):
-        one.length += 5
-    assert one.length == 0
 
 
 def test_a_text_of_a_thousand_tokens(tokenizer):

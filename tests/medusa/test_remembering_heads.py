@@ -14,6 +14,7 @@ from medusa.formats import load_heads
 from medusa.heads.layer import LayerConfig
 from medusa.train.fresh_heads import last_norm
 from medusa.tree import Tree
+from tests.medusa.passes import finish
 from tests.medusa.remembering import TEXTS, Watched, recomputed, scores
 from tests.medusa.test_conformance import config_of
 from tests.medusa.test_native import BF16, F16, SINGLE
@@ -91,8 +92,7 @@ def test_every_node_is_what_the_layers_say_of_text_and_path(model, base, shape):
     drafter = Watched(model.heads, model.base, host_decides=False, **shape)
     batch, params = model.batch(config=EngineConfig(chunk=5)), SamplingParams(max_new_tokens=8, ignore_eos=True)
     requests = [batch.add(text, params, Speculation(drafter)) for text in TEXTS]
-    while len(batch):
-        batch.step()
+    finish(batch)
     assert max(draft.depth for _, draft, _ in drafter.seen) == 4 and len(drafter.seen) > 9
     for text, draft, row in drafter.seen[::8]:
         found = by_path(draft, row)
@@ -181,8 +181,7 @@ def test_requests_choose_heads_of_all_kinds(base, make, make_heads):
     ]  # fmt: skip
     batch.step()
     assert [len(request.cached.followers) for request in requests] == [0, 1, 0, 1, 0, 0]
-    while len(batch):
-        batch.step()
+    finish(batch)
     assert len({tuple(request.output.tokens) for request in requests}) == 1
 
 

@@ -6,17 +6,13 @@ from medusa import EngineConfig
 from medusa.cache import BLOCK
 from medusa.engine import output as outputs
 from medusa.sampling import SamplingParams, Speculation
+from tests.medusa.passes import finish
 
 PLAIN = Speculation(nodes=1)
 
 
 def tokens(count):
     return SamplingParams(max_new_tokens=count, ignore_eos=True)
-
-
-def finish(batch):
-    while len(batch):
-        batch.step()
 
 
 def test_after_a_preemption_nobody_begins_until_a_request_has_ended(model):

@@ -2,7 +2,6 @@
 
 import json
 import time
-from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 
 import httpx
@@ -94,19 +93,6 @@ def test_an_answer_tells_the_seed_that_drew_it(live):
     assert post(live, temperature=1.0, seed=drawn["seed"]).json()["choices"] == drawn["choices"]
     assert post(live, temperature=1.0).json()["seed"] != drawn["seed"]
     assert "seed" not in post(live).json()
-
-
-def test_seeds_repeat_whatever_stands_beside_them(client):
-    def write(**options):
-        return client.completions.create(model="small", prompt="abc", max_tokens=20, **options).choices[0].text
-
-    seeded = {"temperature": 1.0, "seed": 5, "top_p": 0.9}
-    alone = write(**seeded)
-    with ThreadPoolExecutor(4) as others:
-        running = [others.submit(chat, client, f"{number}", temperature=1.2) for number in range(4)]
-        assert [write(**seeded) for _ in range(3)] == [alone] * 3
-    assert all(other.result() for other in running)
-    assert write() != alone
 
 
 def test_completions_of_several_prompts(client, speaker):

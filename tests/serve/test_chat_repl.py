@@ -9,7 +9,6 @@ import pytest
 
 from medusa import Prefix
 from medusa.cache import BLOCK
-from medusa.cache.layer import PassLayer
 from medusa.sampling import RULES
 from medusa.serve.chat.commands import ALIASES, LISTED
 from medusa.serve.chat.conversation import GenerationOptions, Turn
@@ -241,25 +240,6 @@ def test_a_chat_says_the_same_and_computes_less(model):
     assert cached(plain) == 0
     # Bytes are tokens here, and odd ones do not survive as text: turns agree up to the first of them at least.
     assert cached(chat) >= BLOCK
-
-
-@pytest.mark.parametrize("count", [2, 3, 8])
-def test_after_an_interrupted_answer_the_chat_goes_on_right(model, monkeypatch, count):
-    update, calls = PassLayer.update, 0
-
-    def interrupted(*arguments, **options):
-        nonlocal calls
-        calls += 1
-        if calls == count:
-            raise KeyboardInterrupt
-        return update(*arguments, **options)
-
-    monkeypatch.setattr(PassLayer, "update", interrupted)
-    outs = []
-    for prefix in (Prefix(), None):
-        calls = 0
-        outs.append(answers(Chat("hello\nand you?\nwell\n", model, prefix=prefix, **REAL)))
-    assert outs[0] == outs[1]
 
 
 def test_known_tokens_are_told_and_a_reset_forgets_them(model):

@@ -14,6 +14,7 @@ from medusa import MedusaModel, SamplingParams, Speculation
 from medusa.serve.api.messages import Tool
 from medusa.serve.api.tools import Calls
 from medusa.serve.grammar import Following, Grammars
+from tests.medusa.passes import finish
 from tests.serve.live import serving
 
 PLAIN, TREES = Speculation(nodes=1), Speculation("hybrid", nodes=8)
@@ -69,8 +70,7 @@ def write(speaker, cases, prompts=None):
         batch.add(prompt, params, how, constraint=constraint and constraint())
         for prompt, (constraint, params, how) in zip(prompts, cases, strict=True)
     ]
-    while len(batch):
-        batch.step()
+    finish(batch)
     return [completion.output for completion in completions]
 
 

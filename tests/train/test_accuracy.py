@@ -17,11 +17,6 @@ def make_heads(model, num_heads, **options):
     return build_heads(HeadsConfig(model.hidden_size, model.vocab_size, num_heads, **options)).requires_grad_(False)
 
 
-def test_ranks_are_counted_from_the_best_token_on():
-    logits = torch.arange(40.0).flip(0).repeat(5, 1)  # token 0 is the best
-    assert rank_counts(logits, torch.tensor([0, 0, 3, -1, 39])).tolist() == [2, 0, 0, 1, *[0] * (RANKS - 4)]
-
-
 def test_heads_that_cannot_tell_tokens_apart_are_not_right():
     flat = torch.zeros(2, 40)
     assert rank_counts(flat, torch.tensor([2, 39])).tolist() == [0, 0, 1, *[0] * (RANKS - 3)]

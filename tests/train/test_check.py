@@ -94,9 +94,11 @@ def test_directories_that_cannot_be_written_are_mistakes(tmp_path: Path, base: P
     assert [line.split()[0] for line in mistakes(build_recipe(values))] == ["cache.directory"]
 
 
-def test_a_check_loads_no_torch(recipe: Path) -> None:
+def test_a_check_loads_no_torch_and_writes_nothing(recipe: Path, tmp_path: Path) -> None:
     code = "import sys; from train.__main__ import main; main(sys.argv[1:]); sys.exit('torch' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code, "--recipe", str(recipe), "--check"], check=True)
+    words = ["--recipe", str(recipe), "--recipe.run", str(tmp_path / "run"), "--check"]
+    subprocess.run([sys.executable, "-c", code, *words], check=True)
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(

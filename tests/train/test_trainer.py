@@ -22,7 +22,6 @@ from medusa.data.sources import read_samples
 from medusa.formats import load_heads
 from medusa.model import MedusaModel
 from medusa.train import trainer
-from medusa.train.__main__ import main
 from medusa.train.base import load_base, slow_in_bfloat16
 from medusa.train.config import BaseRecipe
 from medusa.train.evaluate import (
@@ -190,11 +189,6 @@ def test_wrong_use_and_failures_are_one_clear_error(
 ) -> None:
     assert run(recipe, tmp_path, **values) == status
     assert message in caplog.text
-
-
-def test_check_reads_the_recipe_only(recipe: Path, tmp_path: Path) -> None:
-    assert main(["--recipe", str(recipe), "--recipe.run", str(tmp_path / "run"), "--check"]) == 0
-    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("stage", [0, 1])
