@@ -65,10 +65,11 @@ def until_idle(live):
     assert not live.engine._jobs and not live.engine._of
 
 
-def test_a_chat_is_what_generate_writes(client, speaker):
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "top_p": 0.5, "seed": 3}])
+def test_a_chat_is_what_generate_writes(client, speaker, options):
     prompt = speaker.chat_prompt([{"role": "user", "content": "say hello"}])
-    expected = speaker.generate(prompt, max_new_tokens=20)
-    answer = client.chat.completions.create(**ask())
+    expected = speaker.generate(prompt, max_new_tokens=20, **options)
+    answer = client.chat.completions.create(**ask(**options))
     assert answer.choices[0].message.content == expected.text
     assert answer.choices[0].finish_reason == {"eos": "stop", "length": "length"}[expected.finish_reason]
     assert answer.usage.prompt_tokens == len(prompt) and answer.usage.completion_tokens == len(expected.tokens)
