@@ -7,10 +7,8 @@ the repository.
 """
 
 import argparse
-import importlib.metadata
 import json
 import os
-import platform
 import shutil
 import sys
 import time
@@ -102,17 +100,17 @@ def _compare(run: Path, count: int, rounds: int) -> dict[str, Any]:
     from medusa import MedusaModel
     from medusa.benchmarks.demo.figures import measured
     from medusa.data.prompts import embedded_prompts
+    from medusa.train.provenance import software
 
     model = MedusaModel.from_pretrained(run / "heads")
     prompts = embedded_prompts(model, "heldout", count)
     kinds = {"code": range(0, len(prompts), 2), "chat": range(1, len(prompts), 2)}
     training = json.loads((run / "heads" / "provenance.json").read_text(encoding="utf-8"))["figures"]
-    versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers", "deepspeed")}
     return measured(model, prompts, kinds, rounds, MAX_NEW_TOKENS) | {
         **{f"head_top{rank}": training[f"heldout_top{rank}"] for rank in (1, 5, 10)},
         "steps": training["steps"],
         "train_seconds": round(training["train_seconds"], 1),
-        "versions": versions | {"python": platform.python_version()},
+        **software(),
     }
 
 

@@ -162,7 +162,7 @@ def test_the_whole_demo_in_small(tmp_path, monkeypatch, capsys):
     assert all(drafter["identical_outputs"] == 4 for drafter in values["drafters"].values())
     for key in ("speedup", "plain_tokens_per_s", "medusa_tokens_per_s", "hf_tokens_per_s", "steps", "train_seconds"):
         assert values[key] > 0
-    assert set(values["versions"]) == {"python", "torch", "transformers", "deepspeed"}
+    assert {"python", "torch", "transformers", "deepspeed"} <= set(values["versions"])
     assert values["fused"] == (shutil.which("g++") is not None)
     assert (tmp_path / "run" / "report.png").is_file()
     real = values["smollm2"]
