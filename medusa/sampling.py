@@ -308,7 +308,7 @@ def check_range(name: str, value: object, low: float, high: float) -> None:
     """Check that a value is a finite number in its range."""
     if not is_number(value) or not low <= value <= high or value > LARGEST:
         kind = "" if is_number(value) else "an int or a float "
-        raise ValueError(f"{name} ({value!r}) must be {kind}between {low} and {min(high, LARGEST)}; correct it")
+        raise ValueError(f"{name} ({value!r}) must be {kind}between {low:g} and {min(high, LARGEST):g}; correct it")
 
 
 def is_number(value: object) -> TypeGuard[float]:

@@ -16,7 +16,10 @@ ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 GROUND_FLOOR = {"medusa", "torch", "transformers", "safetensors", "huggingface_hub", "numpy", "tqdm"}
-GROUND_FLOOR |= {"jinja2"}  # transformers cannot render a chat template without it
+GROUND_FLOOR |= {
+    "jinja2",
+    "tokenizers",
+}  # transformers cannot render a chat template without the former, and brings the latter
 LINKED = ("data", "train", "serve", "benchmarks")
 """Folders of the top level that are packages of `medusa` by a link."""
 OPTIONAL = {"flash_attn", "gguf", "peft", "triton"}

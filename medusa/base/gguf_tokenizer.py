@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Regex, pre_tokenizers
 from transformers import PreTrainedTokenizerBase
 from transformers.tokenization_utils_tokenizers import TokenizersBackend
 
@@ -46,6 +45,7 @@ def read_tokenizer(file: Path) -> PreTrainedTokenizerBase:
     transformers respells tokens with characters that byte-level vocabularies do not have, as DeepSeek's control tokens:
     they would be split, and their names would get new ids, which the model does not have.
     """
+    from tokenizers import Regex, pre_tokenizers
     from transformers.integrations.gguf import read_gguf_metadata
 
     tokenizer: PreTrainedTokenizerBase = TokenizersBackend.from_pretrained(file.parent, gguf_file=file.name)

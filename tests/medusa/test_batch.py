@@ -295,7 +295,7 @@ def test_presence_and_frequency_penalties_count_the_completion_alone(speaker):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"presence_penalty": 3.0}, r"presence_penalty \(3.0\) must be between -2.0 and 2.0"),
+        ({"presence_penalty": 3.0}, r"presence_penalty \(3.0\) must be between -2 and 2"),
         ({"logprobs": 21}, r"logprobs \(21\) must be between 0 and 20"),
         ({"sampling": SamplingParams(), "top_k": 3}, r"with its own fields \(top_k\)"),
         ({"sampling": [SamplingParams()] * 2}, r"sampling .* must be one, or one per prompt \(1\)"),

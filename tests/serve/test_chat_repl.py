@@ -70,11 +70,11 @@ def test_settings_reach_the_model():
 @pytest.mark.parametrize(
     ("line", "complaint"),
     [
-        ("/temp hot", "temp (hot) must be"),
+        ("/temp hot", "temp ('hot') must be an int or a float between 0"),
         ("/temp -1", "temp (-1.0) must be"),
         ("/temp nan", "temp (nan) must be"),
         ("/nodes 0", "nodes (0) must be"),
-        ("/max 1.5", "max (1.5) must be"),
+        ("/max 1.5", "max ('1.5') must be"),
         ("/set top_k -1", "top_k (-1) must be"),
         ("/set heat 1", "unknown setting (heat); choose one of: temperature, top_p"),
         ("/colour red", "colour (red) must be on or off"),

@@ -68,7 +68,7 @@ def test_what_was_not_asked_for_fits_always(live):
         (CHAT, {"logit_bias": {"1_0": 1}}, "logit_bias", "its keys are token ids"),
         (CHAT, {"logit_bias": {"99999": 1}}, "logit_bias", "token id (99999)"),
         (CHAT, {"temperature": "1"}, "temperature", "should be a number"),
-        (CHAT, {"temperature": 1e300}, "temperature", "must be between 0.0 and 4611686018427387904"),
+        (CHAT, {"temperature": 1e300}, "temperature", "must be between 0 and 4.61169e+18"),
         (CHAT, {"response_format": {"type": "grammar"}}, "response_format", "give its grammar"),
         (CHAT, {"response_format": {"type": "regex"}}, "response_format", "give its pattern"),
         (CHAT, {"structured_outputs": {}}, "structured_outputs", "must have one of json, regex, choice"),
