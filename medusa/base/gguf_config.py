@@ -1,6 +1,7 @@
 """What a GGUF file says of its model: the config, with how positions turn, and how turns end."""
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -67,8 +68,13 @@ def _settings(family: Family, told: Mapping[str, Any], shapes: Mapping[str, tupl
     for name, own in (("exps", "moe_intermediate_size"), ("shexp", "shared_expert_intermediate_size")):
         if shape := names.get(f"ffn_down_{name}.weight"):  # old files do not tell
             values.setdefault(own, shape[-1])
-    heads_fit = values.get("head_dim") == values["hidden_size"] // values["num_attention_heads"]
+    heads = values["num_attention_heads"]
+    if keys := names.get("attn_k.weight"):
+        values.setdefault("head_dim", keys[0] // values.get("num_key_value_heads", heads))
+    heads_fit = values.get("head_dim") == values["hidden_size"] // heads
+    layers = Counter(stored.rpartition(".attn_")[2] for stored in shapes)
     values |= {
+        "attention_k_eq_v": layers["v.weight"] < layers["k.weight"],
         "attention_bias": "attn_q.bias" in names,
         "use_qkv_bias": "attn_q.bias" in names,
         "use_qk_norm": "attn_q_norm.weight" in names,

@@ -48,6 +48,7 @@ def gemma4(told: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
         "vocab_size_per_layer_input": known["vocab_size"],
         "intermediate_size": min(wide) if isinstance(wide, list) else wide,
         "use_double_wide_mlp": isinstance(wide, list) and min(wide) < max(wide),
+        "enable_moe_block": "expert_count" in told,
         "num_key_value_heads": of_kind.get(True),
         "num_global_key_value_heads": of_kind.get(False),
         "rope_parameters": {

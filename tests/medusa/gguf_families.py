@@ -44,6 +44,23 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma4_text": {
         "global_head_dim": 16, "vocab_size_per_layer_input": 300, "hidden_size_per_layer_input": 32,
     },
+    "gemma4_text-keys": {
+        "global_head_dim": 16,
+        "vocab_size_per_layer_input": 300,
+        "hidden_size_per_layer_input": 0,
+        "num_kv_shared_layers": 0,
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
+    },
+    "gemma4_text-experts": {
+        "global_head_dim": 16,
+        "vocab_size_per_layer_input": 300,
+        "hidden_size_per_layer_input": 0,
+        "num_kv_shared_layers": 0,
+        "enable_moe_block": True,
+        "num_experts": 4,
+        "top_k_experts": 2,
+    },
     "glm4": {},
     "gpt2": {"n_inner": 128},
     "gpt_oss": {"intermediate_size": 32},
