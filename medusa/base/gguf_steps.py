@@ -80,6 +80,7 @@ def experts(module: str = "mlp.experts", *after: ConversionOps) -> Steps:
     rows = theirs.ConcatenateRows(dim=1)
     return lambda config: [
         change((".ffn_gate_exps.weight", ".ffn_up_exps.weight"), f".{module}.gate_up_proj", rows, *after),
+        change(".ffn_gate_up_exps.weight", f".{module}.gate_up_proj", *after),  # as some converters write them
         change((".ffn_gate_exps.bias", ".ffn_up_exps.bias"), f".{module}.gate_up_proj_bias", rows),
         change(".ffn_down_exps.weight", f".{module}.down_proj", *after),
         change(".ffn_down_exps.bias", f".{module}.down_proj_bias"),

@@ -15,6 +15,7 @@ EXPANDED = {"deepseek_v3": "kv_b_proj", "gpt2": "transformer.h.", "llama4_text":
 """Matrices whose rows are not rows of the file."""
 NUMBERS = (
     "router.weight",
+    "router.proj.weight",
     "gate.weight",
     "shared_expert_gate.weight",
     "conv1d.weight",
