@@ -79,6 +79,7 @@ def _settings(family: Family, told: Mapping[str, Any], shapes: Mapping[str, tupl
         "use_qkv_bias": "attn_q.bias" in names,
         "use_qk_norm": "attn_q_norm.weight" in names,
         "mlp_bias": "ffn_up.bias" in names,
+        "mamba_rms_norm": "ssm_norm.weight" in names,
     }
     usual = CONFIG_MAPPING[family.model_type]()
     known = {*dir(usual), *usual.attribute_map, "rope_theta"} | (set() if heads_fit else {"head_dim"})

@@ -90,17 +90,36 @@ LATENT = {
     ".attn_kv_b.": ".self_attn.kv_b_proj.",
     ".exp_probs_b.bias": ".mlp.gate.e_score_correction_bias",
 }
-MAMBA = {
-    ".ssm_conv1d.bias": ".mamba.conv1d.bias",
-    ".ssm_dt.bias": ".mamba.dt_bias",
-    ".ssm_in.": ".mamba.in_proj.",
-    ".ssm_out.": ".mamba.out_proj.",
-}
 MAMBA_SETTINGS = {
     "ssm.conv_kernel": "mamba_d_conv",
     "ssm.state_size": "mamba_d_state",
     "ssm.group_count": "mamba_n_groups",
     "ssm.time_step_rank": "mamba_n_heads",
+}
+MIXERS = {
+    "token_embd.": "model.embeddings.",
+    "output_norm.": "model.norm_f.",
+    ".attn_norm.": ".norm.",
+    **{f".attn_{name}.": f".mixer.{name}_proj." for name in ("q", "k", "v")},
+    ".attn_output.": ".mixer.o_proj.",
+    **{f".ffn_{name}.": f".mixer.{name}_proj." for name in ("up", "down")},
+    **{f".ffn_{name}_exps.weight": f".mixer.experts.{name}_proj" for name in ("up", "down")},
+    **{f".ffn_{name}_shexp.": f".mixer.shared_experts.{name}_proj." for name in ("up", "down")},
+    ".ffn_gate_inp.": ".mixer.gate.",
+    ".exp_probs_b.bias": ".mixer.gate.e_score_correction_bias",
+}
+MIXERS_SETTINGS = {
+    "ssm.conv_kernel": "conv_kernel",
+    "ssm.state_size": "ssm_state_size",
+    "ssm.group_count": "n_groups",
+    "ssm.time_step_rank": "mamba_num_heads",
+    "attention.layer_norm_epsilon": "layer_norm_epsilon",
+    "attention.layer_norm_rms_epsilon": "layer_norm_epsilon",
+    "expert_count": "n_routed_experts",
+    "expert_shared_count": "n_shared_experts",
+    "expert_shared_feed_forward_length": "moe_shared_expert_intermediate_size",
+    "expert_weights_norm": "norm_topk_prob",
+    "expert_weights_scale": "routed_scaling_factor",
 }
 SCALES = {
     "attention.scale": "attention_multiplier",
@@ -134,8 +153,7 @@ FAMILIES = {
     "arcee": Family("arcee", made=steps.turned),
     "bamba": Family(
         "bamba",
-        MAMBA
-        | {".ffn_norm.": ".pre_ff_layernorm.", "output_norm.": "model.final_layernorm."}
+        {".ffn_norm.": ".pre_ff_layernorm.", "output_norm.": "model.final_layernorm."}
         | {f".ffn_{name}.": f".feed_forward.{name}_proj." for name in ("gate", "up", "down")},
         MAMBA_SETTINGS,
         steps.both(steps.turned, steps.mamba),
@@ -166,6 +184,14 @@ FAMILIES = {
     ),
     "ernie4_5": Family("ernie4_5"),
     "exaone4": Family("exaone4", AROUND, more=settings.windows),
+    "falcon-h1": Family(
+        "falcon_h1",
+        {".ffn_norm": ".pre_ff_layernorm.weight", "output_norm.": "model.final_layernorm."}
+        | {f".ffn_{name}.": f".feed_forward.{name}_proj." for name in ("gate", "up", "down")},
+        MAMBA_SETTINGS | {"ssm.inner_size": "mamba_d_ssm"},
+        steps.mamba,
+        settings.falcon_h1,
+    ),
     "gemma": Family("gemma", made=steps.less_one(*NORMS)),
     "gemma2": Family(
         "gemma2",
@@ -248,8 +274,7 @@ FAMILIES = {
     "granite": Family("granite", settings=SCALES, made=steps.turned),
     "granitehybrid": Family(
         "granitemoehybrid",
-        MAMBA
-        | {
+        {
             ".ffn_gate_inp.": ".block_sparse_moe.router.",
             ".ffn_down.": ".shared_mlp.output_linear.",
             ".ffn_down_shexp.": ".shared_mlp.output_linear.",
@@ -304,6 +329,10 @@ FAMILIES = {
         "mixtral", ROUTER, {"expert_count": "num_local_experts"}, steps.both(steps.turned, steps.experts())
     ),
     "nemotron": Family("nemotron", settings={"attention.layer_norm_epsilon": "norm_eps"}, made=steps.less_one(*NORMS)),
+    **dict.fromkeys(
+        ("nemotron_h", "nemotron_h_moe"),
+        Family("nemotron_h", MIXERS, MIXERS_SETTINGS, steps.mixers, settings.mixers),
+    ),
     "olmo2": Family("olmo2", AROUND),
     "olmo3": Family("olmo3", AROUND, more=settings.windows),
     "olmoe": Family("olmoe", ROUTER, {"attention.clamp_kqv": "clip_qkv"}, steps.experts()),

@@ -71,6 +71,29 @@ def mamba(told: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def falcon_h1(told: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
+    """Falcon-H1's multipliers are in its weights."""
+    names = "embedding", "lm_head", "key", "attention_in", "attention_out", "ssm_in", "ssm_out"
+    return {
+        **dict.fromkeys((f"{name}_multiplier" for name in names), 1.0),
+        "mlp_multipliers": [1.0] * 2,
+        "ssm_multipliers": [1.0] * 5,
+        "mamba_d_head": told["ssm.inner_size"] // told["ssm.time_step_rank"],
+    }
+
+
+def mixers(told: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
+    """Nemotron-H's kinds of layers, and the size of its Mamba 2 heads."""
+    wide = "moe" if "expert_count" in told else "mlp"
+    each = zip(told["attention.head_count_kv"], told["feed_forward_length"], strict=True)
+    return {
+        "mamba_head_dim": told["ssm.inner_size"] // told["ssm.time_step_rank"],
+        "layers_block_type": [
+            "full_attention" if heads else wide if width else "linear_attention" for heads, width in each
+        ],
+    }
+
+
 def granite(told: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
     """The same for Granite 4."""
     return mamba(told, known) | {

@@ -55,7 +55,7 @@ class JoinHeads(ConversionOps):
         return {target_patterns[0]: torch.cat([keys.transpose(1, 2), values], 1).flatten(0, 1)}
 
 
-def turned(config: PretrainedConfig) -> list[WeightTransform]:
+def turned(config: PretrainedConfig, module: str = "self_attn") -> list[WeightTransform]:
     """Rows of queries and keys stand in pairs of neighbours in the file, and in halves of a head in the model."""
 
     def back(heads: int, size: int) -> ConversionOps:
@@ -64,7 +64,7 @@ def turned(config: PretrainedConfig) -> list[WeightTransform]:
     heads = config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
     return [
-        change(f".self_attn.{name}_proj.{kind}", f".self_attn.{name}_proj.{kind}", back(count, size))
+        change(f".{module}.{name}_proj.{kind}", f".{module}.{name}_proj.{kind}", back(count, size))
         for name, count in (("q", heads), ("k", config.num_key_value_heads))
         for kind in ("weight", "bias")
     ]
@@ -98,14 +98,23 @@ def shared_gate(config: PretrainedConfig) -> list[WeightTransform]:
     return [change(name, name, Reshape(1, -1))]
 
 
-def mamba(config: PretrainedConfig) -> list[WeightTransform]:
+def mamba(config: PretrainedConfig, module: str = "mamba") -> list[WeightTransform]:
     """The tensors of a Mamba 2 layer."""
     return [
-        change(".ssm_a", ".mamba.A_log", theirs.LogNegate(), Reshape(-1)),
-        change(".ssm_d", ".mamba.D", Reshape(-1)),
-        change(".ssm_norm.weight", ".mamba.norm.weight", Reshape(-1)),
-        change(".ssm_conv1d.weight", ".mamba.conv1d.weight", theirs.Unsqueeze(1)),
+        change(".ssm_a", f".{module}.A_log", theirs.LogNegate(), Reshape(-1)),
+        change(".ssm_d", f".{module}.D", Reshape(-1)),
+        change(".ssm_norm.weight", f".{module}.norm.weight", Reshape(-1)),
+        change(".ssm_conv1d.weight", f".{module}.conv1d.weight", theirs.Unsqueeze(1)),
+        change(".ssm_conv1d.bias", f".{module}.conv1d.bias"),
+        change(".ssm_dt.bias", f".{module}.dt_bias"),
+        change(".ssm_in.weight", f".{module}.in_proj.weight"),
+        change(".ssm_out.weight", f".{module}.out_proj.weight"),
     ]
+
+
+def mixers(config: PretrainedConfig) -> list[WeightTransform]:
+    """Nemotron-H's layers, each of which is of one kind."""
+    return [*turned(config, "mixer"), *mamba(config, "mixer")]
 
 
 def delta(config: PretrainedConfig) -> list[WeightTransform]:

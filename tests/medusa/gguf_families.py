@@ -17,6 +17,10 @@ WIDE = {"intermediate_size": 128, "num_key_value_heads": 4}
 EVERY = {"layer_types": None}
 SCALED = {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "attention_multiplier": 0.2, "logits_scaling": 2.0}
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8}
+MIXERS = {
+    "vocab_size": 304, "num_hidden_layers": 4, "mamba_num_heads": 8, "mamba_head_dim": 8, "n_routed_experts": 4,
+    "moe_shared_expert_intermediate_size": 32,
+}  # fmt: skip
 YARN = {
     "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 32.0,
     "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5,
@@ -38,6 +42,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "ernie4_5": {},
     "exaone4": {},
+    "falcon_h1": MAMBA | {"mamba_d_ssm": 64},
     "gemma": {},
     "gemma2": {"query_pre_attn_scalar": 8},
     "gemma3_text": EVERY | {"query_pre_attn_scalar": 8},
@@ -76,6 +81,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mistral": NO_WINDOWS,
     "mixtral": NO_WINDOWS,
     "nemotron": {},
+    "nemotron_h": MIXERS | {"hybrid_override_pattern": "M*-M"},
+    "nemotron_h-experts": MIXERS | {"hybrid_override_pattern": "M*EM"},
     "olmo2": {"sliding_window": ...},
     "olmo3": {},
     "olmoe": {"intermediate_size": 32},
