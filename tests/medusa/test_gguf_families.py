@@ -8,6 +8,7 @@ import torch
 
 from medusa.base import gguf, gguf_convert, gguf_families
 from medusa.base.gguf_reading import tensors_of
+from medusa.cpu.experts import PackedExperts
 from tests.medusa.gguf_families import FAMILIES, small
 
 FILES = Path(__file__).parents[1] / "data" / "gguf"
@@ -26,12 +27,16 @@ NUMBERS = (
 """Matrices that the converter does not quantise."""
 
 
+def unpacked(family, directory):
+    file = directory / "small.gguf"
+    file.write_bytes(lzma.decompress((FILES / f"{family}.gguf.xz").read_bytes()))
+    return file
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.inference_mode()
 def test_a_file_is_the_model_that_it_was_made_of(family, tmp_path, caplog):
-    file = tmp_path / "small.gguf"
-    file.write_bytes(lzma.decompress((FILES / f"{family}.gguf.xz").read_bytes()))
-    gguf_convert.convert(file, tmp_path / "base")
+    gguf_convert.convert(unpacked(family, tmp_path), tmp_path / "base")
     assert "left out" not in caplog.text
     wanted, found = small(family), gguf.load(tmp_path / "base", torch.float32, expand=True).eval()
     assert found.state_dict().keys() == wanted.state_dict().keys()
@@ -43,6 +48,17 @@ def test_a_file_is_the_model_that_it_was_made_of(family, tmp_path, caplog):
     packed = {name for shard in (tmp_path / "base").glob(gguf.WEIGHTS) for name in gguf._packings(shard)}
     expanded = EXPANDED.get(family)
     assert matrices - packed == {name for name in matrices if expanded and expanded in name}
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss", "lfm2_moe", "mixtral"])
+@torch.inference_mode()
+def test_packed_experts_are_those_of_the_model(family, tmp_path):
+    gguf_convert.convert(unpacked(family, tmp_path), tmp_path / "base")
+    packed, whole = (gguf.load(tmp_path / "base", torch.bfloat16, expand=expand).eval() for expand in (False, True))
+    assert any(isinstance(part, PackedExperts) for part in packed.modules())
+    text = torch.arange(3, 43)[None]
+    expected = whole.float()(text).logits
+    assert (packed(text).logits - expected).std() < 0.1 * expected.std()
 
 
 def test_all_families_have_a_file():
