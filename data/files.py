@@ -10,6 +10,8 @@ from typing import Any
 from medusa.data.shapes import KNOWN
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
+DESCRIPTIONS = ("dataset_infos.json",)
+"""Files of the Hub's repositories that hold no samples."""
 PARQUET_ROWS = 1024
 """Number of rows of a .parquet file in memory at a time."""
 
@@ -27,7 +29,8 @@ def sample_files(path: Path) -> list[Path]:
         return [path]
     if not path.is_dir():
         raise FileNotFoundError(f"sample file ({path}) does not exist; give a {', '.join(SUFFIXES)} file of {KNOWN}")
-    files = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES and file.is_file())
+    found = (file for file in path.rglob("*") if file.suffix in SUFFIXES and file.name not in DESCRIPTIONS)
+    files = sorted(file for file in found if file.is_file())
     if not files:
         raise FileNotFoundError(f"directory ({path}) holds no sample file; put {', '.join(SUFFIXES)} files into it")
     return files

@@ -13,6 +13,9 @@ from fastapi import FastAPI
 
 logger = logging.getLogger(__name__)
 
+KEEP_ALIVE = 75
+"""Seconds that an idle connection stays open: longer than in the pools of clients and proxies, which would else use one
+that is being closed."""
 GRACE = 5
 """Seconds after the drain in which clients may still read the ends of their streams."""
 
@@ -57,9 +60,9 @@ class Server(uvicorn.Server):
 
     def __init__(self, app: FastAPI, listening: socket.socket, drain: float) -> None:
         patience = math.ceil(drain) + GRACE
-        super().__init__(
-            uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=patience, ws="none")
-        )
+        config = uvicorn.Config(app, log_config=None, access_log=False, ws="none", timeout_keep_alive=KEEP_ALIVE)
+        config.timeout_graceful_shutdown = patience
+        super().__init__(config)
         self._app, self._listening, self._drain = app, listening, drain
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:

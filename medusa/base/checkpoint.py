@@ -106,7 +106,10 @@ def read_checkpoint(
         raise ValueError(f"base ({name}) has {told}; download it again, or give its weights as safetensors") from error
     except StrictDataclassError as error:
         raise ValueError(f"base ({name}) has an odd config: {' '.join(str(error).split())}; {_remedy(path)}") from error
-    except (OSError, EOFError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
+    except SafetensorError as error:
+        other = "copy or download its files again"
+        raise ValueError(f"base ({name}) has damaged weights ({error}); {_remedy(path, other)}") from error
+    except (OSError, EOFError, ValueError, KeyError, ImportError, RuntimeError) as error:
         raise ValueError(f"base ({name}) cannot be loaded: {error}; {_remedy(path)}") from error
     if adapter:
         model = apply_adapter(model, adapter, merge=not quantised)
@@ -126,10 +129,8 @@ def _is_of_use(record: logging.LogRecord) -> bool:
     return not record.getMessage().startswith(tuple(f"`{name}` is falling back" for name in REPLACED))
 
 
-def _remedy(path: str) -> str:
-    if Path(path).is_relative_to(cache_directory()):
-        return f"remove {path}, which is made again"
-    return "give another path, or a Hub id"
+def _remedy(path: str, other: str = "give another path, or a Hub id") -> str:
+    return f"remove {path}, which is made again" if Path(path).is_relative_to(cache_directory()) else other
 
 
 def _stays_packed(path: str) -> bool:

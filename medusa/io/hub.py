@@ -154,6 +154,11 @@ def _files(directory: Path) -> dict[str, Path]:
     return {name.as_posix(): path for name, path in names.items() if not any(part[0] == "." for part in name.parts)}
 
 
+def are_heads(name: str | Path) -> bool:
+    """Whether a name is that of a directory of heads."""
+    return _is_of_heads(peek_object(Path(name) / CONFIG) or {})
+
+
 def _is_of_heads(config: dict[str, Any]) -> bool:
     """Whether a ``config.json`` belongs to heads, in any format."""
     known = "medusa_num_heads" in config or config.get("model_type") == "medusa" or config.get("format") == FORMAT

@@ -11,7 +11,7 @@ from medusa.base.model import BaseModel
 from medusa.base.names import is_at, resolve_base, shipped_heads
 from medusa.formats import load_heads, load_provenance
 from medusa.heads import DraftHeads, HeadsConfig
-from medusa.io.hub import fetch_heads, is_model
+from medusa.io.hub import are_heads, fetch_heads, is_model
 from medusa.loading import exactness
 from medusa.loading.dtype import faster_dtype
 from medusa.loading.self_test import choose_decoding, fuse
@@ -77,6 +77,8 @@ def _told_apart(
     """The directory of the heads (None = none) and the name of the base (None = the one that they name)."""
     if heads is None and base is None:
         raise ValueError("neither heads nor a base is named; give one: a directory, a Hub id, smollm2 or embedded")
+    if base is not None and are_heads(base):
+        raise ValueError(f"base ({base}) is a directory of heads; give it as heads, and a base only if it moved")
     if heads is None:
         return None, base
     if not Path(heads).is_dir() and (shipped := shipped_heads(str(heads))):

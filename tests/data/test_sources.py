@@ -135,6 +135,7 @@ def test_a_directory_is_its_files_by_name(tmp_path: Path) -> None:
     _write(tmp_path / "b.parquet", RECORDS[1:])
     _write(tmp_path / "a.jsonl", RECORDS[:1])
     (tmp_path / "README.md").write_text("not a sample")
+    _write(tmp_path / "dataset_infos.json", [{"default": {"features": {}}}])
     assert _ids(tmp_path) == IDS
     (tmp_path / "none").mkdir()
     with pytest.raises(FileNotFoundError, match=r"directory \(.*none\) holds no sample file; put"):

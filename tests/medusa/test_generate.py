@@ -19,6 +19,7 @@ from tokenizers import processors
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from medusa import BaseModel, HeadsConfig, MedusaModel, SamplingParams, Speculation, Tree, build_heads
+from medusa.base.names import shipped_heads
 from medusa.drafters import Drafter, HeadsDrafter, PlainDrafter
 from medusa.formats import save_heads
 from medusa.tree import Draft
@@ -289,8 +290,14 @@ def test_a_damaged_base_is_one_clear_error(base_directory, tmp_path):
     shutil.copytree(base_directory, tmp_path / "base")
     path = tmp_path / "base" / "model.safetensors"
     path.write_bytes(path.read_bytes()[:1000])
-    with pytest.raises(ValueError, match="cannot be loaded"):
+    with pytest.raises(ValueError, match=r"has damaged weights \(.*\); copy or download its files again"):
         MedusaModel.from_pretrained(None, base=tmp_path / "base")
+
+
+@pytest.mark.parametrize("heads", [None, "smollm2"])
+def test_heads_that_are_given_as_a_base_are_named(heads):
+    with pytest.raises(ValueError, match=r"base \(.*smollm2\) is a directory of heads; give it as heads, and a base"):
+        MedusaModel.from_pretrained(heads, base=shipped_heads("smollm2"))
 
 
 def test_a_device_that_is_not_there_is_named(base_directory):
