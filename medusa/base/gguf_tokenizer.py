@@ -1,7 +1,7 @@
 """The tokenizer of a GGUF file, as transformers reads it, with every token under its own id."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,11 @@ DEEPSEEK = (
         r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
     ),
 )
+CODER = (
+    r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", r"[\x{0800}-\x{9FA5}\x{AC00}-\x{D7FF}]+", r"\p{N}"
+)  # fmt: skip
 SPLITS = {
+    "deepseek-coder": CODER,
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"), DIGITS),
     **dict.fromkeys(("glm4", "chatglm-bpe"), (WORDS % (3, "", r"[\r\n]*"),)),
     **dict.fromkeys(("stablelm2", "hunyuan"), (WORDS % (1, "", r"[\r\n]*"),)),
@@ -39,22 +43,21 @@ transformers has the others, and takes GPT-2's for those that it does not know.
 """
 
 
+WHOLE = ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "tekken", "glm4")
+"""Vocabularies that take a part of a text whole where they hold it, also if no merges make it, by the same names."""
+
+
 def read_tokenizer(file: Path) -> PreTrainedTokenizerBase:
     """The tokenizer of a file.
 
     transformers respells tokens with characters that byte-level vocabularies do not have, as DeepSeek's control tokens:
     they would be split, and their names would get new ids, which the model does not have.
     """
-    from tokenizers import Regex, pre_tokenizers
     from transformers.integrations.gguf import read_gguf_metadata
 
     tokenizer: PreTrainedTokenizerBase = TokenizersBackend.from_pretrained(file.parent, gguf_file=file.name)
     told, _ = read_gguf_metadata(str(file), (TOKENS,))
-    if splits := SPLITS.get(told.get("tokenizer.ggml.pre")):
-        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
-            *(pre_tokenizers.Split(Regex(one), "isolated") for one in splits),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ])  # fmt: skip
+    _split(tokenizer, told)
     kinds = dict(enumerate(told.get("tokenizer.ggml.token_type") or ()))
     wrong = {
         number: name
@@ -80,6 +83,29 @@ def read_tokenizer(file: Path) -> PreTrainedTokenizerBase:
             one["ids"] = [vocabulary.get(name, one["ids"][0])]
     tokenizer._tokenizer = type(tokenizer.backend_tokenizer).from_str(json.dumps(raw))
     return tokenizer
+
+
+def _split(tokenizer: PreTrainedTokenizerBase, told: Mapping[str, Any]) -> None:
+    """Split texts as llama.cpp does.
+
+    SentencePiece's vocabularies get a space in front of a text and behind each control token, also where there is one.
+    transformers leaves it out there.
+    """
+    from tokenizers import Regex, normalizers, pre_tokenizers
+
+    backend = tokenizer.backend_tokenizer
+    name = str(told.get("tokenizer.ggml.pre"))
+    if name in WHOLE:
+        backend.model.ignore_merges = True
+    if splits := SPLITS.get(name):
+        backend.pre_tokenizer = pre_tokenizers.Sequence([
+            *(pre_tokenizers.Split(Regex(one), "isolated") for one in splits),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ])  # fmt: skip
+    elif isinstance(backend.pre_tokenizer, pre_tokenizers.Metaspace):
+        begun = [normalizers.Prepend("\u2581")] if told.get("tokenizer.ggml.add_space_prefix", True) else []
+        backend.normalizer = normalizers.Sequence([*begun, normalizers.Replace(" ", "\u2581")])
+        backend.pre_tokenizer = None
 
 
 def _templates(processor: Any) -> Iterator[dict[str, Any]]:

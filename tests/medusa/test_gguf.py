@@ -14,6 +14,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundEr
 from safetensors import SafetensorError
 from transformers import (
     AutoModelForCausalLM,
+    AutoTokenizer,
     Gemma3TextConfig,
     GgufConfig,
     LlamaConfig,
@@ -370,10 +371,11 @@ def test_control_tokens_keep_their_ids(tokenizer, tmp_path):
     assert base.tokenizer.decode(ids, skip_special_tokens=True) == "ab"
 
 
-def test_tokens_of_spaces_keep_the_spelling_of_their_vocabulary(tmp_path):
-    """Gemma's: user-defined, and written with another character in place of spaces."""
+def sentencepiece(file, family, prefix=None):
     words = ["<pad>", "<eos>", "<bos>", "<unk>", "  ", "\u2581", "a", "b", "\u2581a"]
-    writer = GGUFWriter(file := tmp_path / "small.gguf", "gemma3")
+    writer = GGUFWriter(file, family)
+    if prefix is not None:
+        writer.add_add_space_prefix(prefix)
     writer.add_block_count(1)
     writer.add_tokenizer_model("llama")
     writer.add_token_list(words)
@@ -383,7 +385,40 @@ def test_tokens_of_spaces_keep_the_spelling_of_their_vocabulary(tmp_path):
         getattr(writer, f"add_{name}_token_id")(number)
     for step in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file, writer.close):
         step()
-    assert read_tokenizer(file)("a  b", add_special_tokens=False).input_ids == [6, 4, 7]
+    return read_tokenizer(file)
+
+
+def test_tokens_of_spaces_keep_the_spelling_of_their_vocabulary(tmp_path):
+    """Gemma's: user-defined, and written with another character in place of spaces."""
+    tokenizer = sentencepiece(tmp_path / "small.gguf", "gemma3")
+    assert tokenizer("a  b", add_special_tokens=False).input_ids == [6, 4, 7]
+
+
+@pytest.mark.parametrize(
+    ("prefix", "text", "ids"),
+    [(None, "a", [8]), (True, " a", [5, 8]), (None, "a<eos>a", [8, 1, 8]), (False, "a", [6]), (False, " a", [8])],
+)
+def test_a_space_stands_in_front_where_llama_cpp_puts_one(prefix, text, ids, tmp_path):
+    tokenizer = sentencepiece(tmp_path / "small.gguf", "llama", prefix)
+    tokenizer.save_pretrained(tmp_path / "base")
+    for one in (tokenizer, AutoTokenizer.from_pretrained(tmp_path / "base")):
+        assert one(text, add_special_tokens=False).input_ids == ids
+
+
+@pytest.mark.parametrize(
+    ("split", "text", "ids"),
+    [("llama-bpe", "ab", [4]), ("gpt-2", "ab", [1, 2]), ("gpt-2", "11", [5]), ("smollm", "11", [3, 3])],
+)
+def test_texts_are_split_as_the_file_says(split, text, ids, tmp_path):
+    writer = GGUFWriter(file := tmp_path / "small.gguf", "llama")
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(split)
+    writer.add_token_list(["<end>", "a", "b", "1", "ab", "11"])
+    writer.add_token_types([3, 1, 1, 1, 1, 1])
+    writer.add_token_merges(["1 1"])
+    for step in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file, writer.close):
+        step()
+    assert read_tokenizer(file)(text).input_ids == ids
 
 
 def test_an_answer_ends_where_a_turn_does(tokenizer, tmp_path):
