@@ -16,6 +16,7 @@ from medusa.drafters.base import Drafter, PlainDrafter
 from medusa.drafters.build import Context, Parts, build, is_costly, is_drawn, missing, observers
 from medusa.drafters.early_exit import ExitLayer
 from medusa.drafters.ngram import ORDERS
+from medusa.drafters.own import OwnDrafter
 from medusa.heads import DraftHeads
 from medusa.sampling import DRAFTERS, SamplingParams, Speculation, sources
 from medusa.tree import Tree
@@ -142,8 +143,7 @@ class Drafters:
         """
         name = speculation.drafter
         if name is not None and not isinstance(name, str):
-            drafter: Drafter = name
-            return drafter
+            return name if type(name).__module__.startswith("medusa.") else OwnDrafter(name)
         if speculation.nodes is not None or speculation.tree is not None:
             return self._given(speculation, rule)
 

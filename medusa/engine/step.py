@@ -53,11 +53,6 @@ def decode_step(
     """
     state = with_room(state, max(one.length for one in sequences) + drafter.nodes + 1)
     draft = fit(base, sequences, drafter.propose(state, sequences))
-    if draft.tokens.shape[1] > drafter.nodes:
-        raise ValueError(
-            f"drafter ({type(drafter).__name__}) proposes {draft.tokens.shape[1]} nodes, and its `nodes` says"
-            f" {drafter.nodes}; correct one of them"
-        )
     plan = base.plan([(draft, sequences), *(chunk.part for chunk in chunks)], lengths_B=state.positions)
     accepted, hidden_BNF, after = verify(base, sequences[0].pool, plan, rule, state, reader, chunks)
     tokens, counts = read_tokens(accepted.emitted.tolist())  # the step's only copy to the host

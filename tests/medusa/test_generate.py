@@ -439,15 +439,32 @@ def test_any_object_may_draft(model):
     assert model.generate("abc", max_new_tokens=10, drafter=Unhashable()).tokens == expected
 
 
-def test_more_nodes_than_a_drafter_names_are_an_error(model):
-    class Long(Drafter):
-        nodes = 2
+@pytest.mark.parametrize(
+    ("propose", "said"),
+    [
+        (lambda roots: Draft.chain(roots[:, None].expand(-1, 400)), "proposes 400 nodes, and its `nodes` says 4"),
+        (lambda roots: None, "proposes None, which is no Draft"),
+        (lambda roots: Draft.chain(roots[:, None].expand(-1, 3).int()), "tokens of torch.int32 and parents of"),
+        (lambda roots: Draft.chain(roots[:, None] + 1), "trees below other roots; column 0 must hold"),
+        (
+            lambda roots: Draft.chain(roots[:, None].repeat(2, 1)),
+            r"tokens \(2, 1\) and parents \(2, 1\); both must be \[1, N",
+        ),
+        (
+            lambda roots: Draft.of(roots[:, None].expand(-1, 4), torch.tensor([[0, 2, 1, 0]]), 2),
+            "parents behind their children",
+        ),
+    ],
+)
+def test_what_is_no_draft_of_a_users_drafter_is_an_error(propose, said, model):
+    class Mine(Drafter):
+        nodes = 4
 
         def propose(self, state, cache=None):
-            return Draft.chain(state.roots[:, None].expand(-1, 400))
+            return propose(state.roots)
 
-    with pytest.raises(ValueError, match=r"drafter \(Long\) proposes 400 nodes, and its `nodes` says 2"):
-        model.generate("abc", max_new_tokens=10, drafter=Long())
+    with pytest.raises(ValueError, match=rf"drafter \(Mine\) proposes .*{said.removeprefix('proposes ')}"):
+        model.generate("abc", max_new_tokens=10, drafter=Mine())
 
 
 def test_the_lowest_temperature_is_greedy(model):
