@@ -1,10 +1,11 @@
-"""Conversion of a GGUF file to the directory of a base; at most the largest tensor is in memory in float32."""
+"""Conversion of a GGUF file to the directory of a base; a few tensors are in memory at a time."""
 
 import json
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 
@@ -15,14 +16,17 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from medusa.base.gguf_config import ends_of
-from medusa.base.gguf_reading import Reading, tensors_of
+from medusa.base.gguf_reading import Reading, Source, tensors_of
 from medusa.base.gguf_tensors import SLICE, Stored, stored_tensors
 from medusa.base.gguf_tokenizer import read_tokenizer
+from medusa.clock import cores
 from medusa.cpu.gguf_types import KINDS
 from medusa.cpu.packed import DTYPE, PANEL, Packed, held_bits
 
 WEIGHTS = "packed-{:05}.safetensors"
 """Files of weights, numbered."""
+WORKERS = 4
+"""Most threads that make tensors."""
 SHARD = 2**30
 """Bytes of weights after which a new file begins."""
 
@@ -49,7 +53,7 @@ def convert(file: Path, directory: Path) -> str:
     _save_config(reading.outline, directory)
     tokenizer.save_pretrained(directory)
     with _one_thread():
-        kinds = _write(directory, _packed(file, reading.tensors()))
+        kinds = _write(directory, _made(file, reading.tensors()))
     told = f"{', '.join(kinds)} kept packed" if kinds else "of types that are expanded"
     return f"weights of the GGUF file {file.name} ({told}), as {str(DTYPE).removeprefix('torch.')}"
 
@@ -118,49 +122,43 @@ def _one_error(file: Path) -> Iterator[None]:
         raise ValueError(f"GGUF file ({file}) cannot be read: {reason}; give another file or base") from error
 
 
-def _packed(
-    file: Path, found: Iterable[tuple[str, Tensor, list[Stored], Tensor | None]]
-) -> Iterator[tuple[str, Tensor | Packed, str]]:
-    """Name, tensor and type of each of the model's tensors; those whose packed form is equal are packed."""
-    waiting = deque[tuple[str, Tensor, list[Stored], Future[Packed | None]]]()
-
-    def first() -> tuple[str, Tensor | Packed, str]:
-        name, tensor, stored, packing = waiting.popleft()
-        packed = packing.result()
-        return (name, packed, stored[0].kind) if packed else (name, tensor, "")
-
-    with _one_error(file), ThreadPoolExecutor(1) as packer:  # packs a tensor while the next one is read
-        for name, tensor, stored, rows in found:
-            waiting.append((name, tensor, stored, packer.submit(_pack, tensor, stored, rows)))
-            if len(waiting) > 1:
-                yield first()
+def _made(file: Path, sources: Iterable[Source]) -> Iterator[tuple[str, Tensor | Packed, str]]:
+    """Name, tensor and type of each of the model's tensors; the type is "" if it is not packed."""
+    waiting = deque[Future[tuple[str, Tensor | Packed, str]]]()
+    count = min(WORKERS, cores())
+    # Each thread has a number of torch's threads of its own, which would wait for each other.
+    with _one_error(file), ThreadPoolExecutor(count, initializer=torch.set_num_threads, initargs=(1,)) as workers:
+        for source in sources:
+            waiting.append(workers.submit(_make, source))
+            if len(waiting) > count:
+                yield waiting.popleft().result()
         while waiting:
-            yield first()
+            yield waiting.popleft().result()
 
 
-def _pack(expanded: Tensor, stored: Sequence[Stored], rows: Tensor | None) -> Packed | None:
-    """The packed tensor that expands to exactly ``expanded``; None if there is none.
+def _make(source: Source) -> tuple[str, Tensor | Packed, str]:
+    packed = _pack(source)
+    return (source.name, packed, source.stored[0].kind) if packed else (source.name, source.values(), "")
 
-    Args:
-        expanded: A matrix [O, I], or matrices of experts [E, O, I], which become one matrix [E * O, I].
-        stored: What it is made of, one after the other.
-        rows: int64, where its rows stand in them.
+
+def _pack(source: Source) -> Packed | None:
+    """Pack a matrix [O, I], or matrices of experts [E, O, I] as one [E * O, I]; None if they cannot be packed.
+
+    Its first ``SLICE`` numbers are compared with those that the package ``gguf`` reads.
     """
-    kinds = {one.kind for one in stored}
-    if rows is None or expanded.dim() < 2 or len(kinds) != 1 or not kinds <= KINDS.keys():
+    rows, inputs, kinds = source.rows, source.shape[-1:].numel(), {one.kind for one in source.stored}
+    if rows is None or len(kinds) != 1 or not kinds <= KINDS.keys():
         return None
-    blocks = torch.cat([one.blocks().flatten(0, -2) for one in stored])
-    return _pack_rows(expanded.flatten(0, -2), blocks, rows, *kinds)
-
-
-def _pack_rows(expanded: Tensor, blocks: Tensor, rows: Tensor, kind: str) -> Packed | None:
-    """Pack and compare one group of panels at a time, because both need a multiple of its memory."""
-    parts, step = [], max(1, SLICE // expanded.shape[1] // PANEL) * PANEL
-    for some, wanted in zip(rows.split(step), expanded.split(step), strict=True):
-        packed = Packed.of(blocks[some], kind)
-        if not torch.equal(packed.expand(), wanted):
+    if len(rows) * inputs != source.shape.numel() or any(one.shape[-1] != inputs for one in source.stored):
+        return None
+    (kind,), blocks = kinds, torch.cat([one.blocks().flatten(0, -2) for one in source.stored])
+    step = max(1, SLICE // inputs // PANEL) * PANEL  # because packing needs a multiple of its memory
+    parts = [Packed.of(blocks[some], kind) for some in rows.split(step)]
+    compared = len(parts) if kind == "MXFP4" and (blocks.unflatten(-1, (-1, 17))[..., 0] < 2).any() else 1
+    for part, some in zip(parts[:compared], rows.split(step), strict=False):
+        read = replace(source.stored[0], shape=(len(some), inputs), data=blocks[some].numpy()).numbers()
+        if not torch.equal(part.expand(), torch.from_numpy(read).to(DTYPE)):
             return None
-        parts.append(packed)
     return Packed.joined(parts).for_here()
 
 

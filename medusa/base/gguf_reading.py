@@ -2,8 +2,10 @@
 
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +21,24 @@ from medusa.cpu.experts import shape_in_order
 from medusa.cpu.packed import DTYPE
 
 logger = logging.getLogger(__name__)
+
+
+class Source(NamedTuple):
+    """What one of the model's tensors is made of.
+
+    Attributes:
+        name: Its name in the model.
+        shape: Its shape; that of experts is in the order of the kernel (``medusa.cpu.experts``).
+        stored: The file's tensors.
+        rows: int64, where its rows stand in these, one after the other; None if they are no rows of the file.
+        values: Reads its values, of the model's dtype. ValueError: The file's have another shape, or an unknown type.
+    """
+
+    name: str
+    shape: torch.Size
+    stored: Sequence[Stored]
+    rows: Tensor | None
+    values: Callable[[], Tensor]
 
 
 class Reading:
@@ -48,14 +68,8 @@ class Reading:
         if missing := tensors_of(self.outline).keys() - set(self._names.values()):
             raise ValueError(f"it lacks {len(missing)} tensors of the model, for example {min(missing)}")
 
-    def tensors(self) -> Iterator[tuple[str, Tensor, list[Stored], Tensor | None]]:
-        """The model's tensors: name, values, the file's tensors that it is made of, and where its rows stand in them.
-
-        Experts come in the order of the kernel (``medusa.cpu.experts``). Rows of other changes are None.
-
-        Raises:
-            ValueError: A tensor has another shape, or a type that cannot be expanded.
-        """
+    def tensors(self) -> Iterator[Source]:
+        """The model's tensors, in the order of the file."""
         wanted, parts = tensors_of(self.outline), defaultdict[str, list[Stored]](list)
         others = {stored: name for stored, name in self._names.items() if name not in wanted}
         # The former are in the config, the latter are not the decoder's.
@@ -73,13 +87,17 @@ class Reading:
             if len(parts[name]) < whole[name]:
                 continue  # half of a tensor: an experts' gate without its up projection
             made_of = sorted(parts.pop(name), key=lambda one: self._changes.place(one.name))
-            values = self._changes.values({one.name: torch.from_numpy(one.numbers()) for one in made_of})
             path, _, own = name.rpartition(".")
             shape = shape_in_order(self.outline.get_submodule(path), own)
-            if values.shape != shape:
-                shapes = tuple(values.shape), tuple(shape)
-                raise ValueError(f"tensor {stored.name} has the shape {shapes[0]}, and the model's is {shapes[1]}")
-            yield name, values.to(DTYPE), made_of, self._changes.rows({one.name: one.shape for one in made_of})
+            rows = self._changes.rows({one.name: one.shape for one in made_of})
+            yield Source(name, shape, made_of, rows, partial(self._values, made_of, shape))
+
+    def _values(self, made_of: Sequence[Stored], shape: torch.Size) -> Tensor:
+        values = self._changes.values({one.name: torch.from_numpy(one.numbers()) for one in made_of})
+        if values.shape != shape:
+            shapes = tuple(values.shape), tuple(shape)
+            raise ValueError(f"tensor {made_of[-1].name} has the shape {shapes[0]}, and the model's is {shapes[1]}")
+        return values.to(DTYPE)
 
 
 def tensors_of(model: PreTrainedModel) -> dict[str, Tensor]:
