@@ -24,9 +24,8 @@ YARN = {
     "original_context_length": "original_max_position_embeddings",
     "yarn_beta_fast": "beta_fast",
     "yarn_beta_slow": "beta_slow",
-    "yarn_attn_factor": "attention_factor",
 }
-"""llama.cpp's names of YaRN's numbers, with transformers' names."""
+"""llama.cpp's names of YaRN's numbers, with transformers' names; it does not look at ``yarn_attn_factor``."""
 LOW, HIGH = 1.0, 4.0
 """Llama 3's frequency factors, which all of its releases share."""
 

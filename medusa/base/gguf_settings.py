@@ -25,9 +25,11 @@ SETTINGS = {
 
 
 def windows(told: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
-    """Kinds of layers, where the file says which have a window."""
+    """Kinds of layers: all see the whole text if there is no window, or the file says which have one."""
     which = told.get("attention.sliding_window_pattern")
     kinds = ("full_attention", "sliding_attention")
+    if not known["sliding_window"]:
+        return {"layer_types": [kinds[0]] * known["num_hidden_layers"]}
     return {"layer_types": [kinds[bool(one)] for one in which]} if isinstance(which, list) else {}
 
 
@@ -35,7 +37,13 @@ def gemma(told: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
     """Queries of the models with 27 billion parameters are scaled by another size than that of their heads."""
     large = known["num_hidden_layers"] in (46, 62)
     scalar = known["hidden_size"] // known["num_attention_heads"] if large else known["head_dim"]
-    return {"query_pre_attn_scalar": scalar} | windows(told, known)
+    window = known["sliding_window"] or known["max_position_embeddings"]  # transformers wants one
+    return {"query_pre_attn_scalar": scalar, "sliding_window": window} | windows(told, known)
+
+
+def gemma2(told: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
+    """The same for Gemma 2, whose first files do not tell the window."""
+    return gemma(told, {**known, "sliding_window": known["sliding_window"] or 4096})
 
 
 def gemma4(told: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
@@ -60,6 +68,47 @@ def gemma4(told: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def deepseek(told: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
+    """How DeepSeek V3's experts are chosen, and the sizes of its heads.
+
+    Raises:
+        ValueError: They are chosen in another way.
+    """
+    flash = known["vocab_size"] == 154880  # GLM-4.7-Flash, whose files do not tell
+    if told.get("expert_gating_func", 2 if flash else 1) != 2:
+        raise ValueError(
+            "its experts are chosen by softmax as in DeepSeek V2, and only V3's choice by sigmoid is known"
+        )
+    # Files made before heads were absorbed tell their sizes by the usual names, and no groups of experts.
+    keys, values = (
+        told.get(f"attention.{name}_length_mla", told.get(f"attention.{name}_length")) for name in ("key", "value")
+    )
+    groups, used = (8, 4) if told["expert_count"] == 256 else (1, 1)
+    return {
+        "n_group": told.get("expert_group_count", groups),
+        "topk_group": told.get("expert_group_used_count", used),
+        "norm_topk_prob": told.get("expert_weights_norm", False),
+        "routed_scaling_factor": told.get("expert_weights_scale", 1.0),
+        "first_k_dense_replace": told.get("leading_dense_block_count", 0),
+        "q_lora_rank": told.get("attention.q_lora_rank"),
+        "qk_nope_head_dim": keys - known["qk_rope_head_dim"],
+        "v_head_dim": values,
+        "num_key_value_heads": known["num_attention_heads"],
+        "head_dim": known["qk_rope_head_dim"],
+    }
+
+
+def glm4(told: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
+    """Nothing more.
+
+    Raises:
+        ValueError: It is the text part of a model for images, whose positions turn in another order.
+    """
+    if "rope.dimension_sections" in told:
+        raise ValueError("its positions turn in sections as GLM-4V's and GLM-OCR's do, and only GLM-4's are known")
+    return {}
+
+
 def mamba(told: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
     """Sizes of Mamba 2 layers, and which layers are others."""
     heads, inner = told["ssm.time_step_rank"], told["ssm.inner_size"]
@@ -78,6 +127,7 @@ def falcon_h1(told: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, An
         **dict.fromkeys((f"{name}_multiplier" for name in names), 1.0),
         "mlp_multipliers": [1.0] * 2,
         "ssm_multipliers": [1.0] * 5,
+        "mamba_norm_before_gate": False,
         "mamba_d_head": told["ssm.inner_size"] // told["ssm.time_step_rank"],
     }
 
@@ -98,7 +148,7 @@ def granite(told: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]
     """The same for Granite 4."""
     return mamba(told, known) | {
         "layer_types": ["attention" if one else "mamba" for one in told["attention.head_count_kv"]],
-        "position_embedding_type": "rope" if told.get("rope.scaling.finetuned") else "nope",
+        "position_embedding_type": "rope" if told.get("rope.scaling.finetuned", True) else "nope",
         "num_local_experts": told.get("expert_count", 0),
         "shared_intermediate_size": told.get("expert_shared_feed_forward_length", told["feed_forward_length"]),
     }

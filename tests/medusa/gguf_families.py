@@ -21,6 +21,15 @@ MIXERS = {
     "vocab_size": 304, "num_hidden_layers": 4, "mamba_num_heads": 8, "mamba_head_dim": 8, "n_routed_experts": 4,
     "moe_shared_expert_intermediate_size": 32,
 }  # fmt: skip
+LONGER = {
+    "rope_type": "yarn", "rope_theta": 1e4, "factor": 32.0, "original_max_position_embeddings": 32, "beta_fast": 32.0,
+    "beta_slow": 1.0,
+}  # fmt: skip
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 8192,
+    "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+}  # fmt: skip
+LATENT = {"kv_lora_rank": 32, "q_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
 YARN = {
     "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 32.0,
     "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5,
@@ -32,22 +41,47 @@ DELTA = {
     "shared_expert_intermediate_size": 32,
 }
 FAMILIES: dict[str, dict[str, Any]] = {
-    "afmoe": EVERY,
-    "arcee": {},
+    "afmoe": EVERY | {"mup_enabled": True, "route_scale": 2.826},
+    "arcee": {"rope_parameters": LONGER},
     "bamba": MAMBA,
     "cohere": {},
+    "cohere-norms": {"use_qk_norm": True},
     "cohere2": EVERY,
-    "deepseek_v3": {
-        "kv_lora_rank": 32, "q_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8
+    "deepseek_v3": LATENT | {
+        "n_group": 2, "rope_parameters": LONGER | {"mscale": 1.0, "mscale_all_dim": 1.0},
+    },
+    "deepseek_v3-lite": LATENT | {
+        "q_lora_rank": None, "num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1,
+        "topk_group": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 2.446,
     },
     "ernie4_5": {},
-    "exaone4": {},
-    "falcon_h1": MAMBA | {"mamba_d_ssm": 64},
+    "exaone4": {"rope_parameters": LLAMA3},
+    "exaone4-whole": NO_WINDOWS | {"layer_types": ["full_attention"] * 3, "rope_parameters": LLAMA3},
+    "falcon_h1": MAMBA | {
+        "mamba_d_ssm": 64, "mamba_norm_before_gate": False, "mamba_rms_norm": True, "rope_theta": 1e11,
+    },
     "gemma": {},
     "gemma2": {"query_pre_attn_scalar": 8},
-    "gemma3_text": EVERY | {"query_pre_attn_scalar": 8},
+    "gemma3_text": EVERY | {
+        "query_pre_attn_scalar": 8,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    },
+    "gemma3_text-whole": {
+        "sliding_window": 128,
+        "query_pre_attn_scalar": 8,
+        "layer_types": ["full_attention"] * 3,
+        "final_logit_softcapping": 30.0,
+        "rope_parameters": {
+            "full_attention": LONGER | {"attn_factor": 1.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    },
     "gemma4_text": {
         "global_head_dim": 16, "vocab_size_per_layer_input": 300, "hidden_size_per_layer_input": 32,
+        "final_logit_softcapping": 30.0,
     },
     "gemma4_text-keys": {
         "global_head_dim": 16,
@@ -68,7 +102,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "glm4": {},
     "gpt2": {"n_inner": 128},
-    "gpt_oss": {"intermediate_size": 32},
+    "gpt_oss": {"intermediate_size": 32, "rope_parameters": LONGER | {"rope_theta": 1.5e5, "truncate": False}},
     "granite": SCALED,
     "granitemoehybrid": MAMBA | SCALED | {"intermediate_size": 32, "shared_intermediate_size": 64},
     "lfm2_moe": {},

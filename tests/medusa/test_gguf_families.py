@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from medusa.base import gguf, gguf_convert, gguf_families
+from medusa.base.gguf_config import read_config
 from medusa.base.gguf_reading import tensors_of
+from medusa.base.gguf_tensors import stored_tensors
 from medusa.cpu.experts import PackedExperts
 from tests.medusa.gguf_families import FAMILIES, small
 
@@ -23,6 +25,7 @@ NUMBERS = (
     "conv.weight",
     "wpe.weight",
     "_bias",
+    "_norm.weight",
 )
 """Matrices that the converter does not quantise."""
 
@@ -46,7 +49,7 @@ def test_a_file_is_the_model_that_it_was_made_of(family, tmp_path, caplog):
     torch.testing.assert_close(found(text).logits, wanted(text).logits, rtol=1e-3, atol=2e-3)
     matrices = {name for name, tensor in tensors_of(wanted).items() if tensor.dim() > 1 and not name.endswith(NUMBERS)}
     packed = {name for shard in (tmp_path / "base").glob(gguf.WEIGHTS) for name in gguf._packings(shard)}
-    expanded = EXPANDED.get(family)
+    expanded = EXPANDED.get(family.partition("-")[0])
     assert matrices - packed == {name for name in matrices if expanded and expanded in name}
 
 
@@ -59,6 +62,43 @@ def test_packed_experts_are_those_of_the_model(family, tmp_path):
     text = torch.arange(3, 43)[None]
     expected = whole.float()(text).logits
     assert (packed(text).logits - expected).std() < 0.1 * expected.std()
+
+
+def config_with(family, directory, **changes):
+    """The config of a family's file with another header, in whose names __ stands for a dot; ... is left out."""
+    file = unpacked(family, directory)
+    header, stored = stored_tensors(file)
+    changes = {f"{header['general.architecture']}.{key.replace('__', '.')}": value for key, value in changes.items()}
+    return read_config(file, {key: value for key, value in (header | changes).items() if value is not ...}, stored)
+
+
+def test_files_of_old_converters_tell_less(tmp_path):
+    whole, old = (
+        config_with("deepseek_v3-lite", tmp_path, **changes).to_dict()
+        for changes in (
+            {},
+            {
+                "attention__key_length": 16, "attention__key_length_mla": ...,
+                "attention__value_length": 8, "attention__value_length_mla": ...,
+                "attention__head_count_kv": 4, "expert_group_count": ..., "expert_group_used_count": ...,
+            },
+        )
+    )  # fmt: skip
+    assert old == whole
+    assert config_with("gemma2", tmp_path, attention__sliding_window=...).sliding_window == 4096
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "reason"),
+    [
+        ("deepseek_v3", {"expert_gating_func": 1}, "experts are chosen by softmax"),
+        ("deepseek_v3", {"expert_gating_func": ...}, "experts are chosen by softmax"),
+        ("glm4", {"rope__dimension_sections": [1, 1, 0, 0]}, "positions turn in sections"),
+    ],
+)
+def test_a_model_of_another_kind_with_the_same_name_is_refused(family, changes, reason, tmp_path):
+    with pytest.raises(ValueError, match=reason):
+        config_with(family, tmp_path, **changes)
 
 
 def test_all_families_have_a_file():
