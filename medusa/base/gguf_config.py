@@ -17,7 +17,10 @@ from medusa.base.gguf_families import FAMILIES, Family, family_of
 from medusa.base.gguf_settings import SETTINGS
 from medusa.base.gguf_tensors import Stored
 
-TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>")
+TURN_ENDS = (
+    "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<turn|>", "<|tool_response>", "<|end|>", "<|return|>",
+    "<|call|>", "<|endoftext|>", "<|end_of_text|>", "<end_of_utterance>", "<EOT>", "_<EOT>", "[EOT]",
+)  # fmt: skip
 """Tokens that end a turn in well-known chat formats, as llama.cpp knows them by their texts."""
 FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 YARN = {
@@ -176,8 +179,10 @@ def _llama3(factors: torch.Tensor, theta: float) -> dict[str, Any]:
     return scaling
 
 
-def ends_of(header: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Tokens that end an answer."""
+def ends_of(header: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, size: int) -> list[int]:
+    """Tokens that end an answer, of this many; transformers adds some to a tokenizer."""
     told = [header.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     known = tokenizer.get_vocab()
-    return sorted({token for token in (*told, *map(known.get, TURN_ENDS)) if token is not None})
+    if "<|call|>" in known:  # GPT-OSS: one of several messages of a turn ends so
+        known.pop("<|end|>", None)
+    return sorted({token for token in (*told, *map(known.get, TURN_ENDS)) if token is not None and token < size})

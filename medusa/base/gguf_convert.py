@@ -48,7 +48,9 @@ def convert(file: Path, directory: Path) -> str:
     with _one_error(file):
         reading = Reading(file)
         tokenizer = read_tokenizer(file)
-    reading.outline.generation_config.eos_token_id = ends_of(reading.header, tokenizer)
+    reading.outline.generation_config.eos_token_id = ends_of(
+        reading.header, tokenizer, reading.outline.config.vocab_size
+    )
     directory.mkdir()
     _save_config(reading.outline, directory)
     tokenizer.save_pretrained(directory)

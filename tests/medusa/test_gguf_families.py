@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from medusa.base import gguf, gguf_convert, gguf_families
-from medusa.base.gguf_config import read_config
+from medusa.base.gguf_config import ends_of, read_config
 from medusa.base.gguf_reading import tensors_of
 from medusa.base.gguf_tensors import stored_tensors
 from medusa.cpu.experts import PackedExperts
@@ -99,6 +99,22 @@ def test_files_of_old_converters_tell_less(tmp_path):
 def test_a_model_of_another_kind_with_the_same_name_is_refused(family, changes, reason, tmp_path):
     with pytest.raises(ValueError, match=reason):
         config_with(family, tmp_path, **changes)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "ends"),
+    [
+        (["<|end|>", "<|endoftext|>"], {0, 1}),
+        (["<|end|>", "<|return|>", "<|call|>"], {1, 2}),
+        (["a", "b", "<turn|>", "<|end|>"], {2}),
+    ],
+)
+def test_an_answer_ends_where_llama_cpp_ends_it(tokens, ends):
+    class Tokenizer:
+        def get_vocab(self):
+            return {token: place for place, token in enumerate(tokens)}
+
+    assert set(ends_of({}, Tokenizer(), 3)) == ends
 
 
 def test_all_families_have_a_file():
