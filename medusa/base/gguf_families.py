@@ -277,12 +277,11 @@ FAMILIES = {
             steps.mamba,
             steps.experts("block_sparse_moe.experts"),
             lambda config: [
-                steps.change(
-                    (f".ffn_gate{kind}.weight", f".ffn_up{kind}.weight"),
-                    ".shared_mlp.input_linear.weight",
-                    theirs.ConcatenateRows(dim=0),
+                steps.change(parts, ".shared_mlp.input_linear.weight", theirs.ConcatenateRows(dim=0))
+                for parts in (
+                    (".ffn_gate_shexp.weight", ".ffn_up_shexp.weight"),
+                    (".mlp.gate_proj.weight", ".mlp.up_proj.weight"),
                 )
-                for kind in ("", "_shexp")
             ],
         ),
         settings.granite,

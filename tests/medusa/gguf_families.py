@@ -105,6 +105,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_oss": {"intermediate_size": 32, "rope_parameters": LONGER | {"rope_theta": 1.5e5, "truncate": False}},
     "granite": SCALED,
     "granitemoehybrid": MAMBA | SCALED | {"intermediate_size": 32, "shared_intermediate_size": 64},
+    "granitemoehybrid-dense": MAMBA | SCALED | {
+        "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_expand": 2, "layer_types": ["mamba", "attention", "mamba"],
+        "shared_intermediate_size": 64, "num_local_experts": 0, "num_experts_per_tok": 0,
+    },
     "lfm2_moe": {},
     "llama": {},
     "llama4_text": EVERY | {

@@ -27,6 +27,7 @@ RAW: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"scoring_func": "sigmoid"}, "deepseek_v3-lite": {"scoring_func": "sigmoid"},
     "gpt2": {"n_ctx": 128}, "qwen3_next": {"mtp_num_hidden_layers": 1},
     "granitemoehybrid": {"layer_types": ["mamba", "attention", "mamba"]},
+    "granitemoehybrid-dense": {"layer_types": ["mamba", "attention", "mamba"]},
 }  # fmt: skip
 """What the converter wants to find in a config, and transformers no longer writes; ... is what it must not find."""
 TEXT = "the cat sat on the mat and the dog ran away into a very deep forest and then came back home again with things"
