@@ -45,7 +45,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "arcee": {"rope_parameters": LONGER},
     "bamba": MAMBA,
     "cohere": {},
-    "cohere-norms": {"use_qk_norm": True},
+    "cohere-norms": {"use_qk_norm": True, "logit_scale": 0.5},
     "cohere2": EVERY,
     "deepseek_v3": LATENT | {
         "n_group": 2, "rope_parameters": LONGER | {"mscale": 1.0, "mscale_all_dim": 1.0},
@@ -147,5 +147,5 @@ def small(family: str) -> PreTrainedModel:
         for name, tensor in model.state_dict().items():
             places = torch.arange(tensor.numel()) + crc32(name.encode())
             three = (places * 2654435761 >> 15) % 3 - 1
-            tensor.copy_(three.view(tensor.shape) * 0.125 + (1 if name.endswith("norm.weight") else 0))
+            tensor.copy_(three.view(tensor.shape) * 0.125 + name.endswith(("norm.weight", "layer_scalar")))
     return model

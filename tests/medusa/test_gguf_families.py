@@ -46,7 +46,9 @@ def test_a_file_is_the_model_that_it_was_made_of(family, tmp_path, caplog):
     for name, tensor in wanted.state_dict().items():
         torch.testing.assert_close(found.state_dict()[name], tensor, rtol=1e-3, atol=4e-4)
     text = torch.arange(3, 103)[None]
-    torch.testing.assert_close(found(text).logits, wanted(text).logits, rtol=1e-3, atol=2e-3)
+    expected = wanted(text).logits
+    assert expected.std() > 0.02
+    torch.testing.assert_close(found(text).logits, expected, rtol=1e-3, atol=2e-3)
     matrices = {name for name, tensor in tensors_of(wanted).items() if tensor.dim() > 1 and not name.endswith(NUMBERS)}
     packed = {name for shard in (tmp_path / "base").glob(gguf.WEIGHTS) for name in gguf._packings(shard)}
     expanded = EXPANDED.get(family.partition("-")[0])
