@@ -18,8 +18,8 @@ from medusa.base.gguf_settings import SETTINGS
 from medusa.base.gguf_tensors import Stored
 
 TURN_ENDS = (
-    "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<turn|>", "<|tool_response>", "<|end|>", "<|return|>",
-    "<|call|>", "<|endoftext|>", "<|end_of_text|>", "<end_of_utterance>", "<EOT>", "_<EOT>", "[EOT]",
+    "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<eos>", "<end_of_turn>", "<turn|>", "<|tool_response>", "<|end|>",
+    "<|return|>", "<|call|>", "<|endoftext|>", "<|end_of_text|>", "<end_of_utterance>", "<EOT>", "_<EOT>", "[EOT]",
 )  # fmt: skip
 """Tokens that end a turn in well-known chat formats, as llama.cpp knows them by their texts."""
 FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
