@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 WEIGHTS = "packed*.safetensors"
 """Pattern of the files with packed weights in a directory."""
-LAYOUT = 8
+LAYOUT = 9
 """Version of the directory layout; directories of other versions are not touched."""
 EXPANDED = "-expanded"
 """Suffix of the directory with expanded weights; see ``expanded``."""

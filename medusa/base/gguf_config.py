@@ -17,11 +17,13 @@ from medusa.base.gguf_families import FAMILIES, Family, family_of
 from medusa.base.gguf_settings import SETTINGS
 from medusa.base.gguf_tensors import Stored
 
-TURN_ENDS = (
-    "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<eos>", "<end_of_turn>", "<turn|>", "<|tool_response>", "<|end|>",
-    "<|return|>", "<|call|>", "<|endoftext|>", "<|end_of_text|>", "<end_of_utterance>", "<EOT>", "_<EOT>", "[EOT]",
-)  # fmt: skip
-"""Tokens that end a turn in well-known chat formats, as llama.cpp knows them by their texts."""
+TURN_ENDS = {
+    "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|return|>", "<|call|>", "<|calls|>", "<|flush|>",
+    "<end_of_turn>", "<turn|>", "<|tool_response>", "<|endoftext|>", "<|end_of_text|>", "<end_of_utterance>", "<eos>",
+    "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<\uff5cend\u2581of\u2581sentence\uff5c>",
+    "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>",
+}  # fmt: skip
+"""Tokens that end an answer, as llama.cpp knows them by their texts; not </s>, which in some vocabularies is HTML."""
 FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 YARN = {
     "original_context_length": "original_max_position_embeddings",
@@ -175,14 +177,22 @@ def _llama3(factors: torch.Tensor, theta: float) -> dict[str, Any]:
     config = CONFIG_MAPPING["llama"](head_dim=dim, rope_parameters={"rope_theta": theta, **scaling})
     frequencies = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))[0]
     if not torch.allclose(2 * math.pi / (frequencies * lengths), factors.double(), rtol=1e-3):
-        raise ValueError("its rope_freqs are not those of a Llama 3")
+        raise ValueError("its rope_freqs are not those of a Llama 3 or 4")
     return scaling
 
 
 def ends_of(header: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, size: int) -> list[int]:
-    """Tokens that end an answer, of this many; transformers adds some to a tokenizer."""
-    told = [header.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
-    known = tokenizer.get_vocab()
-    if "<|call|>" in known:  # GPT-OSS: one of several messages of a turn ends so
-        known.pop("<|end|>", None)
-    return sorted({token for token in (*told, *map(known.get, TURN_ENDS)) if token is not None and token < size})
+    """Tokens that end an answer.
+
+    Args:
+        header: The values of the file's header.
+        tokenizer: Its tokenizer, to which transformers adds <|endoftext|> if it names no special tokens.
+        size: The model's number of tokens.
+    """
+    names = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
+    known = {text: token for text, token in tokenizer.get_vocab().items() if token < size}
+    told = {header.get(f"tokenizer.ggml.{name}_token_id") for name in names}
+    ends = {known[text] for text in TURN_ENDS & known.keys()}
+    if known.keys() & {"<|call|>", "<|calls|>"}:  # there <|end|> ends a message, and others follow in the same turn
+        ends -= {known.get("<|end|>")}
+    return sorted(token for token in told | ends if token is not None)

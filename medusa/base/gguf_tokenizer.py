@@ -29,7 +29,19 @@ DEEPSEEK = (
 CODER = (
     r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", r"[\x{0800}-\x{9FA5}\x{AC00}-\x{D7FF}]+", r"\p{N}"
 )  # fmt: skip
+LLM = (
+    r"[\r\n]",
+    r"\s?[\p{Lu}\p{Ll}\p{Lt}]+",
+    r"\s?[!-/:-~\x{FF01}-\x{FF0F}\x{FF1A}-\x{FF5E}\x{2018}-\x{201F}\x{3000}-\x{3002}]+",
+    r"\s+$",
+    r"[\x{0800}-\x{9FA5}\x{AC00}-\x{D7FF}]+",
+    r"\p{N}+",
+)
+"""Its letters are nearly llama.cpp's, which leave out some scripts."""
+DEFAULT = (r"[\p{P}$+<=>^~|]+", GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")
 SPLITS = {
+    "default": DEFAULT,
+    "deepseek-llm": LLM,
     "deepseek-coder": CODER,
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"), DIGITS),
     **dict.fromkeys(("glm4", "chatglm-bpe"), (WORDS % (3, "", r"[\r\n]*"),)),
@@ -41,9 +53,9 @@ SPLITS = {
 
 transformers has the others, and takes GPT-2's for those that it does not know.
 """
-
-
-WHOLE = ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "tekken", "glm4")
+BEGUN = ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "tekken")
+"""Vocabularies whose texts begin with a token of their own, unless the file says otherwise, by the same names."""
+WHOLE = (*BEGUN, "glm4")
 """Vocabularies that take a part of a text whole where they hold it, also if no merges make it, by the same names."""
 
 
@@ -58,6 +70,8 @@ def read_tokenizer(file: Path) -> PreTrainedTokenizerBase:
     tokenizer: PreTrainedTokenizerBase = TokenizersBackend.from_pretrained(file.parent, gguf_file=file.name)
     told, _ = read_gguf_metadata(str(file), (TOKENS,))
     _split(tokenizer, told)
+    if (told.get("general.architecture"), told.get("tokenizer.ggml.model")) == ("phi3", "llama"):
+        _strip(tokenizer)
     kinds = dict(enumerate(told.get("tokenizer.ggml.token_type") or ()))
     wrong = {
         number: name
@@ -94,9 +108,12 @@ def _split(tokenizer: PreTrainedTokenizerBase, told: Mapping[str, Any]) -> None:
     from tokenizers import Regex, normalizers, pre_tokenizers
 
     backend = tokenizer.backend_tokenizer
-    name = str(told.get("tokenizer.ggml.pre"))
+    byte_level = told.get("tokenizer.ggml.model") == "gpt2"
+    name = told.get("tokenizer.ggml.pre", "default") if byte_level else ""
     if name in WHOLE:
         backend.model.ignore_merges = True
+    if name in BEGUN and "tokenizer.ggml.add_bos_token" not in told:
+        tokenizer.add_bos_token = True
     if splits := SPLITS.get(name):
         backend.pre_tokenizer = pre_tokenizers.Sequence([
             *(pre_tokenizers.Split(Regex(one), "isolated") for one in splits),
@@ -106,6 +123,14 @@ def _split(tokenizer: PreTrainedTokenizerBase, told: Mapping[str, Any]) -> None:
         begun = [normalizers.Prepend("\u2581")] if told.get("tokenizer.ggml.add_space_prefix", True) else []
         backend.normalizer = normalizers.Sequence([*begun, normalizers.Replace(" ", "\u2581")])
         backend.pre_tokenizer = None
+
+
+def _strip(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Let Phi 3's control tokens take the spaces and ends of lines behind them, as the files do not say."""
+    raw = json.loads(tokenizer.backend_tokenizer.to_str())
+    for one in raw["added_tokens"]:
+        one["rstrip"] = one["content"] not in ("<unk>", "<s>", "<|endoftext|>")
+    tokenizer._tokenizer = type(tokenizer.backend_tokenizer).from_str(json.dumps(raw))
 
 
 def _templates(processor: Any) -> Iterator[dict[str, Any]]:

@@ -356,7 +356,7 @@ def test_positions_that_turn_in_an_unknown_way_are_refused(tokenizer, tmp_path):
         writer.add_tensor("rope_freqs.weight", np.linspace(1, 9, 8, dtype=np.float32))
 
     file = write_file(tmp_path / "small.gguf", "llama", LlamaConfig, tokenizer, describe=describe)
-    with pytest.raises(ValueError, match="rope_freqs are not those of a Llama 3"):
+    with pytest.raises(ValueError, match="rope_freqs are not those of a Llama 3 or 4"):
         gguf_convert.convert(file, tmp_path / "base")
 
 
@@ -405,27 +405,65 @@ def test_a_space_stands_in_front_where_llama_cpp_puts_one(prefix, text, ids, tmp
         assert one(text, add_special_tokens=False).input_ids == ids
 
 
+@pytest.mark.parametrize(("family", "ids"), [("phi3", [1, 8]), ("llama", [1, 5, 8])])
+def test_the_space_behind_a_control_token_of_phi_3_is_part_of_it(family, ids, tmp_path):
+    tokenizer = sentencepiece(tmp_path / "small.gguf", family)
+    tokenizer.save_pretrained(tmp_path / "base")
+    for one in (tokenizer, AutoTokenizer.from_pretrained(tmp_path / "base")):
+        assert one("<eos> a", add_special_tokens=False).input_ids == ids
+
+
 @pytest.mark.parametrize(
     ("split", "text", "ids"),
-    [("llama-bpe", "ab", [4]), ("gpt-2", "ab", [1, 2]), ("gpt-2", "11", [5]), ("smollm", "11", [3, 3])],
+    [
+        ("gpt-2", "ab", [1, 2]),
+        ("gpt-2", "11", [5]),
+        ("smollm", "11", [3, 3]),
+        ("deepseek-llm", "11", [5]),
+        (None, "1111", [5, 3, 3]),
+    ],
 )
 def test_texts_are_split_as_the_file_says(split, text, ids, tmp_path):
-    writer = GGUFWriter(file := tmp_path / "small.gguf", "llama")
+    assert byte_level(tmp_path / "small.gguf", split)(text).input_ids == ids
+
+
+@pytest.mark.parametrize(("told", "ids"), [(None, [0, 4]), (True, [0, 4]), (False, [4])])
+def test_llama_3_takes_parts_whole_and_begins_texts_unless_the_file_says_otherwise(told, ids, tmp_path):
+    tokenizer = byte_level(tmp_path / "small.gguf", "llama-bpe", told)
+    tokenizer.save_pretrained(tmp_path / "base")
+    for one in (tokenizer, AutoTokenizer.from_pretrained(tmp_path / "base")):
+        assert one("ab").input_ids == ids
+
+
+def byte_level(file, split, begun=None):
+    writer = GGUFWriter(file, "llama")
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(split)
+    if split:
+        writer.add_tokenizer_pre(split)
+    if begun is not None:
+        writer.add_add_bos_token(begun)
+    writer.add_bos_token_id(0)
     writer.add_token_list(["<end>", "a", "b", "1", "ab", "11"])
     writer.add_token_types([3, 1, 1, 1, 1, 1])
     writer.add_token_merges(["1 1"])
     for step in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file, writer.close):
         step()
-    assert read_tokenizer(file)(text).input_ids == ids
+    return read_tokenizer(file)
 
 
-def test_an_answer_ends_where_a_turn_does(tokenizer, tmp_path):
+@pytest.mark.parametrize(("controls", "ends"), [(["<|end|>"], {0}), (["<|end|>", "<|call|>"], {1})])
+def test_an_answer_ends_where_a_turn_does(controls, ends, tokenizer, tmp_path):
+    """Where tools are called, <|end|> ends a message only."""
     file = write_file(
-        tmp_path / "small.gguf", "llama", LlamaConfig, tokenizer, describe=lambda writer: writer.add_eot_token_id(7)
+        tmp_path / "small.gguf",
+        "llama",
+        LlamaConfig,
+        tokenizer,
+        controls=controls,
+        describe=lambda writer: writer.add_eot_token_id(7),
     )
-    assert BaseModel.load(file, device="cpu").eos_ids == {0, 7}
+    first = len(tokenizer) + 1
+    assert BaseModel.load(file, device="cpu").eos_ids == {0, 7, *(first + one for one in ends)}
 
 
 def test_a_lost_file_of_converted_weights_is_named(file, tmp_path, monkeypatch):
