@@ -32,7 +32,7 @@ YARN = {
 }
 """llama.cpp's names of YaRN's numbers, with transformers' names; it does not look at ``yarn_attn_factor``."""
 LOW, HIGH = 1.0, 4.0
-"""Llama 3's frequency factors, which all of its releases share."""
+"""Llama 3's frequency factors, which all of its releases share; Llama 4's are both ``LOW``."""
 
 
 def read_config(file: Path, header: Mapping[str, Any], stored: Sequence[Stored]) -> PretrainedConfig:
@@ -84,9 +84,13 @@ def _settings(family: Family, told: Mapping[str, Any], shapes: Mapping[str, tupl
         "use_qk_norm": "attn_q_norm.weight" in names,
         "mlp_bias": "ffn_up.bias" in names,
         "mamba_rms_norm": "ssm_norm.weight" in names,
+        "qk_layernorm": "attn_q_norm.weight" in names,
+        "use_parallel_residual": "ffn_norm.weight" not in names,
     }
     usual = CONFIG_MAPPING[family.model_type]()
     known = {*dir(usual), *usual.attribute_map, "rope_theta"} | (set() if heads_fit else {"head_dim"})
+    if hasattr(usual, "rope_parameters"):
+        values.setdefault("rope_theta", 10_000.0)
     values = {name: value for name, value in values.items() if name in known}
     values |= {own: told[name] for name, own in family.settings.items() if name in told}
     values |= {
@@ -114,7 +118,7 @@ def _positions(
     found = dict[str, Any]()
     turned, size = told.get("rope.dimension_count"), values.get("head_dim")
     size = size or values["hidden_size"] // values["num_attention_heads"]
-    if turned and turned < size and family in FAMILIES:
+    if turned and turned <= size and family in FAMILIES:
         found["partial_rotary_factor"] = turned / size
     if "rope_parameters" in values:
         return {}
@@ -165,13 +169,13 @@ def _llama3(factors: torch.Tensor, theta: float) -> dict[str, Any]:
     dim, factor = 2 * len(factors), float(factors.max())
     lengths = 2 * math.pi * theta ** (torch.arange(0, dim, 2, dtype=torch.float64) / dim)
     between = ((factors > 1.0) & (factors < factor)).nonzero()
-    original = 8192
+    original, high = 8192, LOW
     if len(between):  # factors between both ends tell how long the first context was
-        place = int(between[0])
+        place, high = int(between[0]), HIGH
         share = (1 / float(factors[place]) - 1 / factor) / (1 - 1 / factor)
         original = round(float(lengths[place]) * (share * (HIGH - LOW) + LOW))
     scaling = {
-        "rope_type": "llama3", "factor": factor, "low_freq_factor": LOW, "high_freq_factor": HIGH,
+        "rope_type": "llama3", "factor": factor, "low_freq_factor": LOW, "high_freq_factor": high,
         "original_max_position_embeddings": original,
     }  # fmt: skip
     config = CONFIG_MAPPING["llama"](head_dim=dim, rope_parameters={"rope_theta": theta, **scaling})

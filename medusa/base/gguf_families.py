@@ -107,6 +107,8 @@ MIXERS = {
     **{f".ffn_{name}_shexp.": f".mixer.shared_experts.{name}_proj." for name in ("up", "down")},
     ".ffn_gate_inp.": ".mixer.gate.",
     ".exp_probs_b.bias": ".mixer.gate.e_score_correction_bias",
+    ".ffn_latent_down.": ".mixer.fc1_latent_proj.",
+    ".ffn_latent_up.": ".mixer.fc2_latent_proj.",
 }
 MIXERS_SETTINGS = {
     "ssm.conv_kernel": "conv_kernel",
@@ -118,6 +120,7 @@ MIXERS_SETTINGS = {
     "expert_count": "n_routed_experts",
     "expert_shared_count": "n_shared_experts",
     "expert_shared_feed_forward_length": "moe_shared_expert_intermediate_size",
+    "moe_latent_size": "moe_latent_size",
     "expert_weights_norm": "norm_topk_prob",
     "expert_weights_scale": "routed_scaling_factor",
 }
@@ -312,7 +315,7 @@ FAMILIES = {
             "interleave_moe_layer_step": "interleave_moe_layer_step",
         },
         steps.experts("feed_forward.experts", Transpose(1, 2)),
-        lambda told, known: {"use_qk_norm": told["expert_count"] < 128},  # all but Maverick, as in llama.cpp
+        settings.llama4,
     ),
     "ministral3": Family("ministral3", made=steps.turned),
     "mistral3": Family("mistral", made=steps.turned),
@@ -349,6 +352,7 @@ FAMILIES = {
         | {
             ".ssm_a": ".linear_attn.A_log",
             ".ssm_ba.": ".linear_attn.in_proj_ba.",
+            ".ssm_in.": ".linear_attn.in_proj_qkvz.",  # of files before 2026
             ".ssm_dt.bias": ".linear_attn.dt_bias",
             ".ssm_norm.": ".linear_attn.norm.",
             ".ssm_out.": ".linear_attn.out_proj.",
@@ -369,7 +373,7 @@ FAMILIES = {
     ),
     "seed_oss": Family("seed_oss", AFTER),
     "smollm3": Family("smollm3", made=steps.turned),
-    "stablelm": Family("stablelm", settings={"use_parallel_residual": "use_parallel_residual"}),
+    "stablelm": Family("stablelm"),
     "starcoder2": Family(
         "starcoder2",
         {".ffn_up.": ".mlp.c_fc.", ".ffn_down.": ".mlp.c_proj."},

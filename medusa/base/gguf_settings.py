@@ -1,6 +1,7 @@
 """The settings of a GGUF file's model by transformers' names, where they are not the same for all families."""
 
 from collections.abc import Mapping
+from itertools import islice
 from typing import Any
 
 SETTINGS = {
@@ -132,14 +133,24 @@ def falcon_h1(told: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, An
     }
 
 
+def llama4(told: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
+    """All but Maverick, with its 128 experts, have norms of queries and keys, as in llama.cpp."""
+    if not told.get("expert_count"):
+        raise ValueError("a Llama 4 without experts, as MobileLLM is, is not known")
+    return {"use_qk_norm": told["expert_count"] < 128}
+
+
 def mixers(told: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
     """Nemotron-H's kinds of layers, and the size of its Mamba 2 heads."""
+    if isinstance(told.get("expert_used_count"), list):
+        raise ValueError("its layers differ in how many experts they use, which transformers' Nemotron-H does not know")
     wide = "moe" if "expert_count" in told else "mlp"
     each = zip(told["attention.head_count_kv"], told["feed_forward_length"], strict=True)
+    layers = islice(each, known["num_hidden_layers"])  # without those of multi-token prediction
     return {
         "mamba_head_dim": told["ssm.inner_size"] // told["ssm.time_step_rank"],
         "layers_block_type": [
-            "full_attention" if heads else wide if width else "linear_attention" for heads, width in each
+            "full_attention" if heads else wide if width else "linear_attention" for heads, width in layers
         ],
     }
 

@@ -19,7 +19,7 @@ SCALED = {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "attention_mu
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8}
 MIXERS = {
     "vocab_size": 304, "num_hidden_layers": 4, "mamba_num_heads": 8, "mamba_head_dim": 8, "n_routed_experts": 4,
-    "moe_shared_expert_intermediate_size": 32,
+    "moe_shared_expert_intermediate_size": 32, "head_dim": 16,
 }  # fmt: skip
 LONGER = {
     "rope_type": "yarn", "rope_theta": 1e4, "factor": 32.0, "original_max_position_embeddings": 32, "beta_fast": 32.0,
@@ -33,6 +33,20 @@ LATENT = {"kv_lora_rank": 32, "q_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope
 YARN = {
     "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 32.0,
     "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5,
+}  # fmt: skip
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 256,
+}  # fmt: skip
+LLAMA4 = LLAMA3 | {"factor": 16.0, "high_freq_factor": 1.0, "original_max_position_embeddings": 8192}
+PLAIN = {"rope_type": "default", "rope_theta": 5e5}
+OLMO3 = PLAIN | {
+    "rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32, "attention_factor": 1.2,
+    "beta_fast": 32.0, "beta_slow": 1.0,
+}  # fmt: skip
+LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.75, "long_factor": [1.0, 2.0, 4.0],
+    "short_factor": [1.0, 1.0, 1.5], "original_max_position_embeddings": 32,
 }  # fmt: skip
 DELTA = {
     "num_hidden_layers": 4,
@@ -110,30 +124,34 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "shared_intermediate_size": 64, "num_local_experts": 0, "num_experts_per_tok": 0,
     },
     "lfm2_moe": {},
-    "llama": {},
+    "llama": {"head_dim": 16, "attention_bias": True, "mlp_bias": True, "rope_parameters": LLAMA3},
     "llama4_text": EVERY | {
         "intermediate_size": 32, "intermediate_size_mlp": 64, "no_rope_layers": None, "attention_chunk_size": 8192,
-        "floor_scale": 8192, "attn_scale": 0.1,
+        "floor_scale": 8192, "attn_scale": 0.1, "num_hidden_layers": 4, "interleave_moe_layer_step": 2,
+        "rope_parameters": LLAMA4,
     },
-    "ministral3": NO_WINDOWS | {"rope_parameters": YARN},
-    "mistral": NO_WINDOWS,
+    "ministral3": NO_WINDOWS | {"head_dim": 16, "rope_parameters": YARN},
+    "mistral": NO_WINDOWS | {"head_dim": 16, "rms_norm_eps": 1e-5, "rope_parameters": {"rope_theta": 1e6}},
     "mixtral": NO_WINDOWS,
     "nemotron": {},
     "nemotron_h": MIXERS | {"hybrid_override_pattern": "M*-M"},
-    "nemotron_h-experts": MIXERS | {"hybrid_override_pattern": "M*EM"},
-    "olmo2": {"sliding_window": ...},
-    "olmo3": {},
+    "nemotron_h-experts": MIXERS | {
+        "hybrid_override_pattern": "M*EM", "moe_latent_size": 32, "routed_scaling_factor": 2.5
+    },
+    "olmo2": {"sliding_window": ..., "rms_norm_eps": 1e-6, "rope_parameters": {"rope_theta": 5e5}},
+    "olmo3": {"rms_norm_eps": 1e-6, "rope_parameters": {"full_attention": OLMO3, "sliding_attention": PLAIN}},
     "olmoe": {"intermediate_size": 32},
-    "phi": WIDE,
-    "phi3": NO_WINDOWS,
+    "phi": WIDE | {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 1.0}},
+    "phi3": NO_WINDOWS | {"original_max_position_embeddings": 32, "rope_parameters": LONGROPE},
     "qwen2": {},
     "qwen2_moe": EVERY | NO_WINDOWS | {"use_sliding_window": False, "shared_expert_intermediate_size": 32},
     "qwen3": {},
     "qwen3_moe": {"norm_topk_prob": True},
     "qwen3_next": EVERY | DELTA,
-    "seed_oss": {},
-    "smollm3": {"no_rope_layers": None},
-    "stablelm": {},
+    "seed_oss": {"rope_parameters": {"rope_theta": 1e7}},
+    "smollm3": {"num_hidden_layers": 4, "no_rope_layers": None, "rope_parameters": {"rope_theta": 5e6}},
+    "stablelm": {"use_qkv_bias": True},
+    "stablelm-parallel": {"use_parallel_residual": True},
     "starcoder2": NO_WINDOWS,
 }  # fmt: skip
 """What differs from ``SIZES`` and other tests' models, so that llama.cpp's settings can say it; ... is left out."""

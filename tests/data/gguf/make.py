@@ -23,6 +23,7 @@ RAW: dict[str, dict[str, Any]] = {
         "hybrid_override_pattern": "M*-M", "num_hidden_layers": 4, "layers_block_type": ..., "num_experts_per_tok": ...,
         "n_routed_experts": ...,
     },
+    "nemotron_h-experts": {"num_nextn_predict_layers": 1},
     "cohere2": {"rotary_pct": 1.0}, "gemma3_text-whole": {"sliding_window_pattern": 1},
     "deepseek_v3": {"scoring_func": "sigmoid"}, "deepseek_v3-lite": {"scoring_func": "sigmoid"},
     "gpt2": {"n_ctx": 128}, "qwen3_next": {"mtp_num_hidden_layers": 1},
