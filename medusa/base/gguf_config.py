@@ -118,7 +118,7 @@ def _positions(
     found = dict[str, Any]()
     turned, size = told.get("rope.dimension_count"), values.get("head_dim")
     size = size or values["hidden_size"] // values["num_attention_heads"]
-    if turned and turned <= size and family in FAMILIES:
+    if turned and turned <= size and family in FAMILIES and "partial_rotary_factor" not in values:
         found["partial_rotary_factor"] = turned / size
     if "rope_parameters" in values:
         return {}

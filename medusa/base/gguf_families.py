@@ -322,7 +322,13 @@ FAMILIES = {
     "mixtral": Family(
         "mixtral", ROUTER, {"expert_count": "num_local_experts"}, steps.both(steps.turned, steps.experts())
     ),
-    "nemotron": Family("nemotron", settings={"attention.layer_norm_epsilon": "norm_eps"}, made=steps.less_one(*NORMS)),
+    "nemotron": Family(
+        "nemotron",
+        settings={"attention.layer_norm_epsilon": "norm_eps"},
+        made=steps.less_one(*NORMS),
+        # Files tell too few turned dimensions where heads are wider than usual, as in Minitron 8B.
+        more=lambda told, known: {"partial_rotary_factor": 0.5},
+    ),
     **dict.fromkeys(
         ("nemotron_h", "nemotron_h_moe"),
         Family("nemotron_h", MIXERS, MIXERS_SETTINGS, steps.mixers, settings.mixers),

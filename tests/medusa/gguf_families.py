@@ -133,7 +133,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "ministral3": NO_WINDOWS | {"head_dim": 16, "rope_parameters": YARN},
     "mistral": NO_WINDOWS | {"head_dim": 16, "rms_norm_eps": 1e-5, "rope_parameters": {"rope_theta": 1e6}},
     "mixtral": NO_WINDOWS,
-    "nemotron": {},
+    "nemotron": {"head_dim": 16},
     "nemotron_h": MIXERS | {"hybrid_override_pattern": "M*-M"},
     "nemotron_h-experts": MIXERS | {
         "hybrid_override_pattern": "M*EM", "moe_latent_size": 32, "routed_scaling_factor": 2.5

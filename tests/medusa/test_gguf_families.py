@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from medusa.base import gguf, gguf_convert, gguf_families
+from medusa.base import gguf_settings as settings
 from medusa.base.gguf_config import ends_of, read_config
 from medusa.base.gguf_reading import tensors_of
 from medusa.base.gguf_tensors import stored_tensors
@@ -117,6 +118,18 @@ def test_an_answer_ends_where_llama_cpp_ends_it(tokens, ends):
             return {token: place for place, token in enumerate(tokens)}
 
     assert set(ends_of({}, Tokenizer(), 3)) == ends
+
+
+@pytest.mark.parametrize(
+    ("more", "told", "reason"),
+    [
+        (settings.llama4, {"expert_count": 0}, "a Llama 4 without experts"),
+        (settings.mixers, {"expert_used_count": [0, 8, 4]}, "differ in how many experts they use"),
+    ],
+)
+def test_models_that_transformers_does_not_know_are_refused(more, told, reason):
+    with pytest.raises(ValueError, match=reason):
+        more(told, {})
 
 
 def test_all_families_have_a_file():
