@@ -1,12 +1,15 @@
 """The tokenizer of a GGUF file, as transformers reads it, with every token under its own id."""
 
 import json
+import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 from transformers.tokenization_utils_tokenizers import TokenizersBackend
+
+logger = logging.getLogger(__name__)
 
 TOKENS = "tokenizer.ggml.tokens"
 CONTROL, USER_DEFINED = 3, 4
@@ -40,6 +43,7 @@ LLM = (
 """Its letters are nearly llama.cpp's, which leave out some scripts."""
 DEFAULT = (r"[\p{P}$+<=>^~|]+", GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")
 SPLITS = {
+    **dict.fromkeys(("gpt-2", "phi-2", "olmo", "mpt", "jais", "trillion", "granite-docling", "exaone4"), (GPT2,)),
     "default": DEFAULT,
     "deepseek-llm": LLM,
     "deepseek-coder": CODER,
@@ -51,7 +55,7 @@ SPLITS = {
 }
 """How a text is split before tokens are merged, one expression after the other, by llama.cpp's names (llama-vocab.cpp).
 
-transformers has the others, and takes GPT-2's for those that it does not know.
+transformers has others, and takes GPT-2's for those that it does not know.
 """
 BEGUN = ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "tekken")
 """Vocabularies whose texts begin with a token of their own, unless the file says otherwise, by the same names."""
@@ -83,9 +87,11 @@ def read_tokenizer(file: Path) -> PreTrainedTokenizerBase:
     if not wrong or not byte_level or raw["model"]["type"] != "BPE":
         return tokenizer
     vocabulary, names = raw["model"]["vocab"], set(wrong.values())
-    for spelling in [spelling for spelling, number in vocabulary.items() if number in wrong]:
+    spelled = {spelling for spelling, number in vocabulary.items() if number in wrong}
+    for spelling in spelled:
         del vocabulary[spelling]
-    vocabulary |= {name: number for number, name in wrong.items()}
+    # Some were spelled as others are: GPT-NeoX has spaces as such beside those of its merges.
+    vocabulary |= {name: number for number, name in enumerate(told[TOKENS]) if name in spelled or number in wrong}
     usual = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     added = [one for one in raw["added_tokens"] if one["content"] not in names]
     added += [
@@ -106,6 +112,7 @@ def _split(tokenizer: PreTrainedTokenizerBase, told: Mapping[str, Any]) -> None:
     transformers leaves it out there.
     """
     from tokenizers import Regex, normalizers, pre_tokenizers
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
     backend = tokenizer.backend_tokenizer
     byte_level = told.get("tokenizer.ggml.model") == "gpt2"
@@ -119,6 +126,9 @@ def _split(tokenizer: PreTrainedTokenizerBase, told: Mapping[str, Any]) -> None:
             *(pre_tokenizers.Split(Regex(one), "isolated") for one in splits),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ])  # fmt: skip
+    elif byte_level and name not in GGUF_PRE_TOKENIZER_SPLITS:
+        said = "how this GGUF file's texts are split (%s) is not known; they are split as GPT-2's, and ids may differ"
+        logger.warning(said, name)
     elif isinstance(backend.pre_tokenizer, pre_tokenizers.Metaspace):
         begun = [normalizers.Prepend("\u2581")] if told.get("tokenizer.ggml.add_space_prefix", True) else []
         backend.normalizer = normalizers.Sequence([*begun, normalizers.Replace(" ", "\u2581")])

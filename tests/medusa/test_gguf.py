@@ -427,6 +427,11 @@ def test_texts_are_split_as_the_file_says(split, text, ids, tmp_path):
     assert byte_level(tmp_path / "small.gguf", split)(text).input_ids == ids
 
 
+def test_a_split_that_is_not_known_is_said(tmp_path, caplog):
+    byte_level(tmp_path / "small.gguf", "some-new")
+    assert "split (some-new) is not known" in caplog.text
+
+
 @pytest.mark.parametrize(("told", "ids"), [(None, [0, 4]), (True, [0, 4]), (False, [4])])
 def test_llama_3_takes_parts_whole_and_begins_texts_unless_the_file_says_otherwise(told, ids, tmp_path):
     tokenizer = byte_level(tmp_path / "small.gguf", "llama-bpe", told)
@@ -435,7 +440,20 @@ def test_llama_3_takes_parts_whole_and_begins_texts_unless_the_file_says_otherwi
         assert one("ab").input_ids == ids
 
 
-def byte_level(file, split, begun=None):
+def test_spaces_as_such_stand_beside_those_of_merges(tmp_path):
+    """GPT-NeoX's, which OLMoE and StableLM have."""
+    words = {"<end>": 3, "\u0120": 1, "\u0120\u0120": 1, "a": 1, "  ": 4}
+    tokenizer = byte_level(tmp_path / "small.gguf", "olmo", words=words, merges=["\u0120 \u0120"])
+    tokenizer.save_pretrained(tmp_path / "base")
+    for one in (tokenizer, AutoTokenizer.from_pretrained(tmp_path / "base")):
+        assert one("a  a").input_ids == [3, 4, 3]
+        assert one.convert_tokens_to_ids(["\u0120\u0120", "  "]) == [2, 4]
+
+
+WORDS = {"<end>": 3, "a": 1, "b": 1, "1": 1, "ab": 1, "11": 1}
+
+
+def byte_level(file, split, begun=None, words=WORDS, merges=("1 1",)):
     writer = GGUFWriter(file, "llama")
     writer.add_tokenizer_model("gpt2")
     if split:
@@ -443,9 +461,9 @@ def byte_level(file, split, begun=None):
     if begun is not None:
         writer.add_add_bos_token(begun)
     writer.add_bos_token_id(0)
-    writer.add_token_list(["<end>", "a", "b", "1", "ab", "11"])
-    writer.add_token_types([3, 1, 1, 1, 1, 1])
-    writer.add_token_merges(["1 1"])
+    writer.add_token_list(list(words))
+    writer.add_token_types(list(words.values()))
+    writer.add_token_merges(merges)
     for step in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file, writer.close):
         step()
     return read_tokenizer(file)
