@@ -73,8 +73,9 @@ def _settings(family: Family, told: Mapping[str, Any], shapes: Mapping[str, tupl
         if shape := names.get(f"ffn_down_{name}.weight"):  # old files do not tell
             values.setdefault(own, shape[-1])
     heads = values["num_attention_heads"]
+    values.setdefault("num_key_value_heads", heads)
     if keys := names.get("attn_k.weight"):
-        values.setdefault("head_dim", keys[0] // values.get("num_key_value_heads", heads))
+        values.setdefault("head_dim", keys[0] // values["num_key_value_heads"])
     heads_fit = values.get("head_dim") == values["hidden_size"] // heads
     layers = Counter(stored.rpartition(".attn_")[2] for stored in shapes)
     values |= {
@@ -157,7 +158,7 @@ def _yarn(family: str, told: Mapping[str, Any]) -> dict[str, Any]:
     # DeepSeek's files hold a tenth of it, for old versions of llama.cpp.
     scale = told.get("rope.scaling.yarn_log_multiplier", 0.0) * (10 if family == "deepseek2" else 1)
     found = {"mscale": scale, "mscale_all_dim": scale} if scale else {}
-    return found | {"llama_4_scaling_beta": told.get("attention.temperature_scale")}
+    return found | {"llama_4_scaling_beta": told.get("attention.temperature_scale") or None}
 
 
 def _llama3(factors: torch.Tensor, theta: float) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import torch
 
 from medusa.base import gguf, gguf_convert, gguf_families
 from medusa.base import gguf_settings as settings
-from medusa.base.gguf_config import ends_of, read_config
+from medusa.base.gguf_config import _settings, ends_of, read_config
 from medusa.base.gguf_reading import tensors_of
 from medusa.base.gguf_tensors import stored_tensors
 from medusa.cpu.experts import PackedExperts
@@ -130,6 +130,12 @@ def test_an_answer_ends_where_llama_cpp_ends_it(tokens, ends):
 def test_models_that_transformers_does_not_know_are_refused(more, told, reason):
     with pytest.raises(ValueError, match=reason):
         more(told, {})
+
+
+def test_what_a_file_does_not_say_is_as_in_llama_cpp_and_not_as_in_transformers():
+    told = {"attention.head_count": 4, "embedding_length": 32, "block_count": 1}
+    values = _settings(gguf_families.FAMILIES["starcoder2"], told, {"output.weight": (300, 32)})
+    assert (values["num_key_value_heads"], values["rope_theta"]) == (4, 10_000.0)
 
 
 def test_all_families_have_a_file():
