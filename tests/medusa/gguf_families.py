@@ -25,7 +25,7 @@ LONGER = {
     "rope_type": "yarn", "rope_theta": 1e4, "factor": 32.0, "original_max_position_embeddings": 32, "beta_fast": 32.0,
     "beta_slow": 1.0,
 }  # fmt: skip
-LLAMA3 = {
+EXAONE = {
     "rope_type": "llama3", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 8192,
     "low_freq_factor": 1.0, "high_freq_factor": 4.0,
 }  # fmt: skip
@@ -69,8 +69,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "topk_group": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 2.446,
     },
     "ernie4_5": {},
-    "exaone4": {"rope_parameters": LLAMA3},
-    "exaone4-whole": NO_WINDOWS | {"layer_types": ["full_attention"] * 3, "rope_parameters": LLAMA3},
+    "exaone4": {"rope_parameters": EXAONE},
+    "exaone4-whole": NO_WINDOWS | {"layer_types": ["full_attention"] * 3, "rope_parameters": EXAONE},
     "falcon_h1": MAMBA | {
         "mamba_d_ssm": 64, "mamba_norm_before_gate": False, "mamba_rms_norm": True, "rope_theta": 1e11,
     },
