@@ -121,6 +121,16 @@ def mamba(told: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def granite(told: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
+    """The same of Granite 4, with its kinds of layers."""
+    return mamba(told, known) | {
+        "layer_types": ["attention" if one else "mamba" for one in told["attention.head_count_kv"]],
+        "position_embedding_type": "rope" if told.get("rope.scaling.finetuned", True) else "nope",
+        "num_local_experts": told.get("expert_count", 0),
+        "shared_intermediate_size": told.get("expert_shared_feed_forward_length", told["feed_forward_length"]),
+    }
+
+
 def falcon_h1(told: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
     """Falcon-H1's multipliers are in its weights."""
     names = "embedding", "lm_head", "key", "attention_in", "attention_out", "ssm_in", "ssm_out"
@@ -152,14 +162,4 @@ def mixers(told: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
         "layers_block_type": [
             "full_attention" if heads else wide if width else "linear_attention" for heads, width in layers
         ],
-    }
-
-
-def granite(told: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
-    """The same for Granite 4."""
-    return mamba(told, known) | {
-        "layer_types": ["attention" if one else "mamba" for one in told["attention.head_count_kv"]],
-        "position_embedding_type": "rope" if told.get("rope.scaling.finetuned", True) else "nope",
-        "num_local_experts": told.get("expert_count", 0),
-        "shared_intermediate_size": told.get("expert_shared_feed_forward_length", told["feed_forward_length"]),
     }

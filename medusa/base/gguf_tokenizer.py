@@ -1,4 +1,4 @@
-"""The tokenizer of a GGUF file, as transformers reads it, with every token under its own id."""
+"""The tokenizer of a GGUF file: each token has its id, and texts are split as in llama.cpp."""
 
 import json
 import logging
@@ -14,7 +14,6 @@ logger = logging.getLogger(__name__)
 TOKENS = "tokenizer.ggml.tokens"
 CONTROL, USER_DEFINED = 3, 4
 """llama.cpp's types of tokens that are found whole in a text."""
-
 
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 WORDS = (
