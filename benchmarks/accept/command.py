@@ -7,7 +7,7 @@ from medusa import MedusaModel, Speculation
 from medusa.acceptance import build_rule
 from medusa.benchmarks.accept.figures import figures, grouped
 from medusa.benchmarks.accept.measure import measure
-from medusa.benchmarks.accept.shown import fields, tables
+from medusa.benchmarks.accept.shown import conclusion, fields, tables
 from medusa.benchmarks.accept.texts import known_answers, usual_file
 from medusa.benchmarks.questions import questions
 from medusa.benchmarks.report import environment, logger, publish
@@ -47,6 +47,7 @@ def accept(options: argparse.Namespace) -> None:
         **environment("medusa bench", options.words, model.base.device), "questions": len(prompts),
         "max_new_tokens": options.max_new_tokens, "nodes": options.nodes, "full": options.full,
         "texts": {"file": str(path), "written": written, "tokens": tokens, "own": own}, "drafters": drafters,
+        "conclusions": {name: conclusion(rows) for name, rows in drafters.items()},
     }  # fmt: skip
     publish(options, report, tables(report), TITLE.format_map(report), fields(report))
 

@@ -1,9 +1,9 @@
-"""The output of ``medusa bench accept``: tables, and fields of a picture."""
+"""The output of ``medusa bench accept``: tables, conclusions in words, and fields of a picture."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from medusa.benchmarks.accept.figures import LENGTH, PLACE, Estimate
+from medusa.benchmarks.accept.figures import CATEGORY, LENGTH, PLACE, Estimate
 from medusa.benchmarks.picture import Field, Line
 from medusa.benchmarks.report import Report, Table, machine
 
@@ -11,6 +11,16 @@ SHOWN_DEPTHS = 8
 """Number of depths in tables."""
 FEWEST_DRAFTS = 20
 """Least number of drafts that reach a depth, for it to be shown."""
+FEWEST = 4
+"""Least number of questions of a group that is compared with others."""
+REMEDIES = {
+    "second to fourth": "more nodes at the first level reach these",
+    "fifth to sixteenth": "only wide trees reach these: the drafter is not sure enough of texts like these",
+    "lower": "the drafter does not expect these: it has seen, or was trained on, too little like them",
+    "outside of the vocabulary": "a larger draft vocabulary, or one chosen from texts like these, reaches them",
+}
+"""Remedies by the most frequent kind of wrong first guess."""
+
 Row = Mapping[str, Any]
 
 
@@ -62,7 +72,52 @@ def _failures(report: Report, name: str, rows: Sequence[Row]) -> Table:
     ]
     title = f"{report['base']}, {name}: where drafts fail. First guesses at all places of the answers; of wrong ones,"
     title += " the rank of the text's token (shares of all places)"
-    return Table(title, ("places", "number", "right (95 %)", *rows[0]["first_wrong"]), cells)
+    return Table(title, ("places", "number", "right (95 %)", *rows[0]["first_wrong"]), cells, conclusion(rows))
+
+
+def conclusion(rows: Sequence[Row]) -> str:
+    """Conclusions from the figures of a drafter, in two or three sentences."""
+    whole = rows[0]
+    right, wrong = whole["first_right"]["value"], whole["first_wrong"]
+    parts = ", ".join(f"{share / (1 - right):.0%} {name}" for name, share in wrong.items() if share)
+    most = max(wrong, key=lambda name: float(wrong[name]))
+    said = f"First guesses are right at {right:.0%} of the places. "
+    if parts:
+        said += f"Where they are wrong, the text's token is: {parts}. Most often it is {most}: {REMEDIES[most]}. "
+    return said + f"{_widest(rows)} {_by_depth(whole)}".strip()
+
+
+def _widest(rows: Sequence[Row]) -> str:
+    """The groups that differ most, if their intervals do not overlap."""
+    found = []
+    for of in (CATEGORY, LENGTH, PLACE):
+        own = [row for row in rows if row["of"] == of and row["questions"] >= FEWEST]
+        if len(own) > 1:
+            best = max(own, key=lambda row: row["first_right"]["low"])
+            worst = min(own, key=lambda row: row["first_right"]["high"])
+            if best["first_right"]["low"] > worst["first_right"]["high"]:
+                found.append((best["first_right"]["value"] - worst["first_right"]["value"], of, best, worst))
+    if not found:
+        return "No category, length of prompt or place in the answer differs from the others beyond the intervals."
+    _, of, best, worst = max(found, key=lambda one: one[0])
+    outside, said = "outside of the vocabulary", []
+    for row in (best, worst):
+        share = f"; {row['first_wrong'][outside]:.0%} {outside}" if rows[0]["first_wrong"][outside] else ""
+        said.append(f"{row['first_right']['value']:.2f} ({row['group']}{share})")
+    return f"They differ most by {of}: {said[0]} against {said[1]}."
+
+
+def _by_depth(whole: Row) -> str:
+    """Whether acceptance decreases with depth, in chains."""
+    known = _known(list(whole["acceptance"]["chain"].values())[-1])
+    if len(known) < 2:
+        return ""
+    shares = " ".join(f"{found['value']:.2f}" for found in known)
+    worse = any(found["high"] < known[0]["low"] for found in known)
+    verdict = (
+        "deeper guesses are worse" if worse else "deeper guesses are no worse, so the first one is what to improve"
+    )
+    return f"Chains are right by depth, given right tokens above, at {shares}: {verdict}."
 
 
 def fields(report: Report) -> list[Field]:

@@ -1,4 +1,4 @@
-"""``medusa bench accept``: figures of real decoding from texts that are written once."""
+"""``medusa bench accept``: figures of real decoding from texts that are written once, and what they say in words."""
 
 import json
 
@@ -9,7 +9,7 @@ from medusa import MedusaModel
 from medusa.benchmarks.__main__ import main
 from medusa.benchmarks.accept.figures import estimates, figures, grouped
 from medusa.benchmarks.accept.measure import FAR, LOW, NEAR, OUTSIDE, RIGHT, WIDTH, measure
-from medusa.benchmarks.accept.shown import FEWEST_DRAFTS, _known
+from medusa.benchmarks.accept.shown import FEWEST_DRAFTS, _known, conclusion
 from medusa.benchmarks.accept.texts import known_answers, usual_file
 
 PROMPTS = [[5, 9, 7, 5, 9, 7], [30, 2] * 9, [8, 8, 8, 3]]
@@ -27,7 +27,7 @@ def asked(model, base_directory, tmp_path):
     return [*words, "--questions", str(tmp_path / "x.jsonl"), "--texts", str(tmp_path / "new" / "texts.jsonl")]
 
 
-def test_figures_are_those_of_decoding(asked, base_directory, tmp_path):
+def test_figures_are_those_of_decoding(asked, base_directory, tmp_path, capsys):
     files = [
         f"--{name}={tmp_path / file}" for name, file in (("json", "a.json"), ("markdown", "a.md"), ("picture", "a.png"))
     ]
@@ -49,6 +49,8 @@ def test_figures_are_those_of_decoding(asked, base_directory, tmp_path):
             assert row["first_right"]["value"] + sum(row["first_wrong"].values()) == pytest.approx(1)
         places = sum(row["places"] for row in rows if row["of"] == "place in the answer")
         assert places == rows[0]["places"] == report["texts"]["tokens"] - 4
+    shown = " ".join(capsys.readouterr().out.split())
+    assert report["conclusions"]["hybrid"] in shown.replace("│ ", "")
     assert "| all, chains | 4 |" in (tmp_path / "a.md").read_text()
     assert (tmp_path / "a.png").stat().st_size > 10_000
 
@@ -159,3 +161,27 @@ def test_intervals_are_of_sums_by_questions():
     assert nothing is None
     (rare,) = estimates(torch.tensor([[1], [0]]), torch.tensor([[1], [0]]))
     assert rare["low"] == rare["high"] == 1.0, "draws without anything below say nothing"
+
+
+def row(of, group, right, spread=0.02, questions=9, chain=(0.5, 0.5), **wrong):
+    names = ("second to fourth", "fifth to sixteenth", "lower", "outside of the vocabulary")
+    shares = dict(zip(names, wrong.get("wrong", (0.1, 0.1, 0.1, 0.1)), strict=True))
+    first = {"value": right, "low": right - spread, "high": right + spread}
+    values = [{"value": value, "low": value, "high": value, "of": 99} for value in chain]
+    acceptance = {"acceptance": {"chain": {8: values}}}
+    return {"of": of, "group": group, "questions": questions, "first_right": first, "first_wrong": shares} | acceptance
+
+
+def test_words_follow_from_the_figures():
+    whole = row("all", "all", 0.6, chain=(0.6, 0.4), wrong=(0.02, 0.02, 0.06, 0.3))
+    groups = [row("category", "maths", 0.7), row("category", "german", 0.3, wrong=(0, 0, 0.2, 0.5))]
+    lengths = [row("prompt tokens", "0 to 127", 0.62), row("prompt tokens", "128 to 255", 0.58, spread=0.1)]
+    said = conclusion([whole, *groups, *lengths])
+    assert "right at 60% of the places" in said
+    assert "75% outside of the vocabulary. Most often it is outside of the vocabulary: a larger draft" in said
+    assert "differ most by category: 0.70 (maths; 10% outside" in said
+    assert "against 0.30 (german; 50% outside of the vocabulary)" in said
+    assert "at 0.60 0.40: deeper guesses are worse." in said
+    alike = conclusion([row("all", "all", 0.6), *lengths, row("category", "one question", 0.1, questions=1)])
+    assert "No category, length of prompt or place in the answer differs" in alike
+    assert "at 0.50 0.50: deeper guesses are no worse, so the first one is what to improve." in alike
