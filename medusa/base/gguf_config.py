@@ -156,7 +156,7 @@ def _yarn(family: str, told: Mapping[str, Any]) -> dict[str, Any]:
     if family == "gpt-oss":
         return {"truncate": False}
     # DeepSeek's files hold a tenth of it, for old versions of llama.cpp.
-    scale = told.get("rope.scaling.yarn_log_multiplier", 0.0) * (10 if family == "deepseek2" else 1)
+    scale = told.get("rope.scaling.yarn_log_multiplier", 0.0) * (10 if family in ("deepseek2", "deepseek_v2") else 1)
     found = {"mscale": scale, "mscale_all_dim": scale} if scale else {}
     return found | {"llama_4_scaling_beta": told.get("attention.temperature_scale") or None}
 

@@ -90,6 +90,12 @@ LATENT = {
     ".attn_kv_b.": ".self_attn.kv_b_proj.",
     ".exp_probs_b.bias": ".mlp.gate.e_score_correction_bias",
 }
+LATENT_SETTINGS = {
+    "attention.kv_lora_rank": "kv_lora_rank",
+    "rope.dimension_count": "qk_rope_head_dim",
+    "expert_count": "n_routed_experts",
+    "expert_shared_count": "n_shared_experts",
+}
 MAMBA_SETTINGS = {
     "ssm.conv_kernel": "mamba_d_conv",
     "ssm.state_size": "mamba_d_state",
@@ -133,6 +139,9 @@ SCALES = {
 NORMS = (".input_layernorm", ".post_attention_layernorm", "model.norm")
 GEMMA_NORMS = (*NORMS, ".pre_feedforward_layernorm", ".post_feedforward_layernorm", ".q_norm", ".k_norm")
 
+SIGMOID = 2
+"""llama.cpp's number of a router that chooses experts by sigmoid, as DeepSeek V3's does; V2's is a softmax."""
+
 FAMILIES = {
     "afmoe": Family(
         "afmoe",
@@ -164,18 +173,16 @@ FAMILIES = {
     ),
     "cohere2": Family("cohere2", settings={"logit_scale": "logit_scale"}, more=settings.windows),
     "command-r": Family("cohere", settings={"logit_scale": "logit_scale"}),
-    "deepseek2": Family(
-        "deepseek_v3",
-        LATENT | ROUTER | SHARED_EXPERTS,
-        {
-            "attention.kv_lora_rank": "kv_lora_rank",
-            "rope.dimension_count": "qk_rope_head_dim",
-            "expert_count": "n_routed_experts",
-            "expert_shared_count": "n_shared_experts",
-        },
-        steps.both(steps.latent, steps.experts()),
-        settings.deepseek,
-    ),
+    **{
+        name: Family(
+            model_type,
+            LATENT | ROUTER | SHARED_EXPERTS,
+            LATENT_SETTINGS,
+            steps.both(steps.latent, steps.experts()),
+            settings.deepseek,
+        )
+        for name, model_type in (("deepseek2", "deepseek_v3"), ("deepseek_v2", "deepseek_v2"))
+    },
     "ernie4_5": Family("ernie4_5"),
     "exaone4": Family("exaone4", AROUND, more=settings.windows),
     "falcon-h1": Family(
@@ -399,6 +406,10 @@ def family_of(header: Mapping[str, Any], tensors: Container[str]) -> str:
         return "ministral3"
     if name == "olmo2" and header.get("olmo2.attention.sliding_window"):
         return "olmo3"
+    if name == "deepseek2":
+        flash = header.get("deepseek2.vocab_size") == 154880  # GLM-4.7-Flash, whose files do not tell
+        chosen = header.get("deepseek2.expert_gating_func", SIGMOID if flash else None)
+        return name if chosen == SIGMOID else "deepseek_v2"
     if name == "granitehybrid" and "granitehybrid.embedding_scale" not in header:
         return "bamba"
     return name

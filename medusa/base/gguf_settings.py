@@ -70,24 +70,17 @@ def gemma4(told: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def deepseek(told: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
-    """How DeepSeek V3's experts are chosen, and the sizes of its heads.
-
-    Raises:
-        ValueError: They are chosen in another way.
-    """
-    flash = known["vocab_size"] == 154880  # GLM-4.7-Flash, whose files do not tell
-    if told.get("expert_gating_func", 2 if flash else 1) != 2:
-        raise ValueError(
-            "its experts are chosen by softmax as in DeepSeek V2, and only V3's choice by sigmoid is known"
-        )
+    """How DeepSeek V2 and V3 choose experts, and the sizes of their heads."""
     # Files made before heads were absorbed tell their sizes by the usual names, and no groups of experts.
     keys, values = (
         told.get(f"attention.{name}_length_mla", told.get(f"attention.{name}_length")) for name in ("key", "value")
     )
-    groups, used = (8, 4) if told["expert_count"] == 256 else (1, 1)
+    groups, used = {256: (8, 4), 160: (8, 3)}.get(told["expert_count"], (1, 1))
+    groups = told.get("expert_group_count", groups)
     return {
-        "n_group": told.get("expert_group_count", groups),
+        "n_group": groups,
         "topk_group": told.get("expert_group_used_count", used),
+        "topk_method": "group_limited_greedy" if groups > 1 else "greedy",
         "norm_topk_prob": told.get("expert_weights_norm", False),
         "routed_scaling_factor": told.get("expert_weights_scale", 1.0),
         "first_k_dense_replace": told.get("leading_dense_block_count", 0),

@@ -61,6 +61,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "cohere": {},
     "cohere-norms": {"use_qk_norm": True, "logit_scale": 0.5},
     "cohere2": EVERY,
+    "deepseek_v2": LATENT | {
+        "q_lora_rank": None, "n_group": 2, "topk_group": 1, "topk_method": "group_limited_greedy",
+        "routed_scaling_factor": 16.0, "rope_parameters": LONGER | {"mscale": 0.707, "mscale_all_dim": 0.707},
+    },
     "deepseek_v3": LATENT | {
         "n_group": 2, "rope_parameters": LONGER | {"mscale": 1.0, "mscale_all_dim": 1.0},
     },

@@ -61,6 +61,7 @@ FAMILIES = {
     "arcee": {},
     "cohere": {"logit_scale": 0.5},
     "cohere2": WINDOW | {"logit_scale": 0.5},
+    "deepseek_v2": EXPERTS | LATENT,
     "deepseek_v3": EXPERTS | LATENT,
     "ernie4_5": {},
     "exaone4": WINDOW | {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"]},
@@ -130,6 +131,7 @@ FAMILIES = {
 }
 SINGLE = (
     "afmoe",
+    "deepseek_v2",
     "deepseek_v3",
     "gpt_oss",
     "mixtral",
@@ -151,7 +153,7 @@ RECURRENT = (
     "qwen3_5_text", "qwen3_next", "zamba2",
 )  # fmt: skip
 """Some of their layers keep states."""
-GATHERED = ("deepseek_v3",)
+GATHERED = ("deepseek_v2", "deepseek_v3")
 """Their layers compute on what is cached before attention reads it."""
 CHAINS = ("mpt",)
 FUSED = (
@@ -170,7 +172,8 @@ REFERENCE_DOES: dict[str, dict[str, tuple[str, ...]]] = {
     "reference": {},
     "exact": {},
     "flash": dict.fromkeys(WINDOWED, ("windows",))
-    | {"deepseek_v3": ("its head sizes",), "gemma2": ("windows", "softcaps"), "llama4_text": ("chunks",)},
+    | dict.fromkeys(GATHERED, ("its head sizes",))
+    | {"gemma2": ("windows", "softcaps"), "llama4_text": ("chunks",)},
     "triton": {"llama4_text": ("chunks",)},
 }
 """Layers that a backend hands over to the reference."""

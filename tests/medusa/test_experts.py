@@ -22,8 +22,8 @@ from tests.medusa.packed_sums import same
 from tests.medusa.test_conformance import config_of, tiny
 
 KNOWN = (
-    "afmoe", "deepseek_v3", "gpt_oss", "granitemoehybrid", "lfm2_moe", "mixtral", "olmoe", "phimoe", "qwen2_moe",
-    "qwen3_5_moe_text", "qwen3_moe", "qwen3_next",
+    "afmoe", "deepseek_v2", "deepseek_v3", "gpt_oss", "granitemoehybrid", "lfm2_moe", "mixtral", "olmoe", "phimoe",
+    "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next",
 )  # fmt: skip
 """Families with experts that the kernel knows."""
 FUSED = ("gpt_oss", "lfm2_moe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "qwen3_5_moe_text")
