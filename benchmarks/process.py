@@ -10,6 +10,8 @@ from typing import IO, cast
 
 STOP_SECONDS = 10.0
 """Seconds until a program that was asked to end is killed."""
+ORDERED = {"PYTHONUNBUFFERED": "1"}
+"""What a program said before it was killed is in its log, in the order in which it said it."""
 LAST_WORDS = 8
 """Last lines of the log in an error message."""
 
@@ -43,7 +45,7 @@ class Process:
             self._process = subprocess.Popen(
                 words, stdin=subprocess.PIPE if piped else subprocess.DEVNULL,
                 stdout=subprocess.PIPE if piped else said, stderr=said, text=True, start_new_session=True,
-                env=os.environ | environment, cwd=directory,
+                env=os.environ | ORDERED | environment, cwd=directory,
             )  # fmt: skip
 
         self.pipes = cast(tuple[IO[str], IO[str]], (self._process.stdin, self._process.stdout))
