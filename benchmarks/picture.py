@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 COLOURS = ("#2864a8", "#e08a1e", "#3a8f4d", "#8a4fa3", "#a83232", "#1a9aa0", "#b0568a", "#7a6a2f", "#5b6fd0", "#555555")
 BARS = 0.8
 """Width of a group of bars."""
+MOST_SIDEWAYS = 8
+"""Most names below bars that have room beside each other."""
 
 
 class Line(NamedTuple):
@@ -100,4 +102,5 @@ def _draw_bars(axes: Any, field: Field) -> None:
                 below[at] += y
         if len(field.lines) == 1:
             axes.bar_label(bars, fmt=lambda y: f"{y:.3g}" if y < 100 else f"{y:.0f}", padding=3)
-    axes.set_xticks(range(len(names)), names, rotation=25, ha="right")
+    upright = len(names) > MOST_SIDEWAYS
+    axes.set_xticks(range(len(names)), names, rotation=90 if upright else 25, ha="center" if upright else "right")

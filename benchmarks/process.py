@@ -45,7 +45,7 @@ class Process:
             self._process = subprocess.Popen(
                 words, stdin=subprocess.PIPE if piped else subprocess.DEVNULL,
                 stdout=subprocess.PIPE if piped else said, stderr=said, text=True, start_new_session=True,
-                env=os.environ | ORDERED | environment, cwd=directory,
+                env={**os.environ, **ORDERED, **environment}, cwd=directory,
             )  # fmt: skip
 
         self.pipes = cast(tuple[IO[str], IO[str]], (self._process.stdin, self._process.stdout))

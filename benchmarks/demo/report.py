@@ -24,7 +24,7 @@ def publish(run: Path, report: dict[str, Any]) -> None:
     if report.get("smollm2"):
         bases["SmolLM2-135M-Instruct"] = report["smollm2"]
     try:
-        draw("the demo", _fields(bases), picture, columns=2)
+        draw("The demo: two bases, each decoded in five ways", _fields(bases), picture, columns=2)
     except ImportError as error:  # without matplotlib the report is still complete
         print(f"no picture: {error}", file=sys.stderr)
     for base, figures in bases.items():
