@@ -111,7 +111,8 @@ def test_a_second_ctrl_c_ends_a_busy_process_without_a_traceback(speaker, tmp_pa
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
     while not (found := re.search(r"ready at (http://\S+)", process.stderr.readline())):
         assert process.poll() is None, "it ends before it is ready"
-    body = {"model": "small", "prompt": [5], "max_tokens": 200, "stream": True, "ignore_eos": True}
+    body = {"model": "small", "prompt": [5], "max_tokens": 200, "stream": True, "ignore_eos": True, "n": 16}
+    body["speculation"] = {"nodes": 1}  # a busy second, in which the second Ctrl-C comes
     with suppress(httpx.HTTPError), httpx.stream("POST", f"{found[1]}/v1/completions", json=body) as response:
         next(response.iter_lines())
         process.send_signal(signal.SIGINT)
