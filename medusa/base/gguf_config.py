@@ -116,13 +116,13 @@ def _positions(
         values: The config's other values.
         factors: Factors on the wavelengths of positions.
     """
+    if "rope_parameters" in values:
+        return {}
     found = dict[str, Any]()
     turned, size = told.get("rope.dimension_count"), values.get("head_dim")
     size = size or values["hidden_size"] // values["num_attention_heads"]
     if turned and turned <= size and family in FAMILIES and "partial_rotary_factor" not in values:
         found["partial_rotary_factor"] = turned / size
-    if "rope_parameters" in values:
-        return {}
     if factors.get("rope_freqs.weight", np.ones(1)).max() > 1:
         theta = float(values.get("rope_theta", 10_000.0))
         scaling = _llama3(torch.tensor(factors["rope_freqs.weight"]).flatten(), theta)

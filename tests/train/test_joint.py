@@ -144,22 +144,23 @@ def test_what_is_trained_is_every_linear_layer_but_the_output_and_no_weight_of_t
     assert {id(p) for p in joint._base.model.parameters() if p.requires_grad} == trained - heads
 
 
-def test_routers_of_experts_are_left_alone(base: Path) -> None:
+def _of_experts(family: str, base: Path) -> BaseModel:
+    """A small model of experts, with the base's tokenizer."""
     config = AutoConfig.for_model(
-        "phimoe", num_hidden_layers=1, hidden_size=16, intermediate_size=16, num_local_experts=2, vocab_size=257,
+        family, num_hidden_layers=1, hidden_size=16, intermediate_size=16, num_local_experts=2, vocab_size=257,
         num_attention_heads=2, num_key_value_heads=1,
     )  # fmt: skip
-    model = BaseModel(AutoModelForCausalLM.from_config(config), _load(base).tokenizer)
+    return BaseModel(AutoModelForCausalLM.from_config(config), _load(base).tokenizer)
+
+
+def test_routers_of_experts_are_left_alone(base: Path) -> None:
+    model = _of_experts("phimoe", base)
     assert {name.split(".")[-5] for name in Adapters(model, LoraRecipe(rank=2)).parameters()} == {"self_attn"}
     assert model.hidden_states(torch.arange(9)[None]).isfinite().all()
 
 
 def test_experts_without_dropout_are_told(base: Path) -> None:
-    config = AutoConfig.for_model(
-        "mixtral", num_hidden_layers=1, hidden_size=16, intermediate_size=16, num_local_experts=2, vocab_size=257,
-        num_attention_heads=2, num_key_value_heads=1,
-    )  # fmt: skip
-    model = BaseModel(AutoModelForCausalLM.from_config(config), _load(base).tokenizer)
+    model = _of_experts("mixtral", base)
     with pytest.raises(RecipeError, match=r"lora\.dropout \(0\.05\) must be 0 for the experts of this base"):
         Adapters(model, LoraRecipe(rank=2))
 
