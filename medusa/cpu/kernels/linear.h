@@ -6,21 +6,21 @@
 #pragma once
 #include "weights.h"
 
-constexpr int ROWS = LANES == 8 ? 4 : 8;  // rows x OUTPUTS sums stay in registers
-constexpr int OUTPUTS = 3;
-constexpr int STRIP = OUTPUTS * std::max(LANES, 8);  // outputs whose sums are finished together
-constexpr int NEAR = 3 * ROWS;            // so few rows stay in the nearest cache while weights pass by
+constexpr int FOR_FEW = 3, FOR_MANY = LANES == 8 ? 2 : 3;  // outputs that meet few rows at a time, and more rows
+constexpr int OUTPUTS = LANES == 8 ? 6 : 3;                // a multiple of both: what is left over takes longer
+// Rows that C outputs meet at a time: their sums, C vectors of weights and one of a row stay in registers.
+template <int C> constexpr int ROWS = LANES != 8 ? 8 : C == FOR_MANY ? 5 : 3;
+constexpr int STRIP = FOR_FEW * std::max(LANES, 8);  // outputs whose sums are finished together
+constexpr int NEAR = 3 * ROWS<FOR_MANY>;  // so few rows meet weights as these pass by
 constexpr int AHEAD = 4;                  // tiles whose weights are on their way
 constexpr int64_t FAR_BYTES = 256 << 10;  // weights that stay in a core's cache while more rows pass by
+// Of rows that stay in the nearest cache. Wider vectors take too few numbers of rows for each weight for that to matter.
+constexpr int64_t NEAR_BYTES = LANES == 8 ? 32 << 10 : 1ll << 62;
 
 template <class T> constexpr int STEP = LANES * 4 / sizeof(T);  // numbers in a vector of weights
 template <class T> constexpr int64_t arranged(int64_t in) { return (in + STEP<T> - 1) / STEP<T> * STEP<T>; }
 // From an arranged row to the next: cache lines of rows some pages apart would have the same few places in the cache.
 template <class T> constexpr int64_t apart(int64_t in) { return arranged<T>(in) + (arranged<T>(in) % 512 ? 0 : 64); }
-
-// Whether R x C sums, C vectors of weights and one of a row fit into the registers.
-template <int R, int C> constexpr bool IN_REGISTERS = R * C + C + 1 < (LANES == 8 ? 16 : 32);
-constexpr int MANY = IN_REGISTERS<ROWS, OUTPUTS> ? ROWS : ROWS - 1;  // rows of a tile where there are many more: all of that fits
 
 // Numbers of the residual stream, to which what is put there is added.
 template <class T> struct Sum {
@@ -32,21 +32,22 @@ template <class T> static inline void put(vf x, Sum<T> to, int count) {
     put(rounded(wide(to.at, count) + rounded(x * splat(to.factor), T()), T()), to.at, count);
 }
 
-// How rows travel, and how R of them meet a vector of C outputs' weights, `in` numbers apart. Rows are arranged, `room`
-// numbers apart.
+template <class V> [[gnu::always_inline]] static inline V in_register(V x) {
+    IN_REGISTER(x);
+    return x;
+}
+template <int C> [[gnu::always_inline]] static inline void meet(vf (&sums)[C], vf numbers, const vf (&w)[C]) {
+    UNROLLED for (int c = 0; c < C; c++) sums[c] = fma(numbers, w[c], sums[c]);
+}
+
+// How rows travel, arranged, and how R of them meet a vector of C outputs' weights, from input k on.
 template <class T> struct Row {
     typedef float number;
     template <int R, int C>
-    static void add(vf (&sums)[R][C], const number* x, int64_t room, const T* weights, int64_t in) {
+    static void add(vf (&sums)[R][C], const number* const (&x)[R], const T* const (&weights)[C], int64_t k) {
         vf w[C];
-        UNROLLED for (int c = 0; c < C; c++) w[c] = load<vf>(weights + c * in);
-        if (IN_REGISTERS<R, C>)
-            UNROLLED for (int c = 0; c < C; c++) IN_REGISTER(w[c]);
-        UNROLLED for (int r = 0; r < R; r++) {
-            vf numbers = load<vf>(x + r * room);
-            if (IN_REGISTERS<R, C>) IN_REGISTER(numbers);
-            UNROLLED for (int c = 0; c < C; c++) sums[r][c] = fma(numbers, w[c], sums[r][c]);
-        }
+        UNROLLED for (int c = 0; c < C; c++) w[c] = in_register(load<vf>(weights[c] + k));
+        UNROLLED for (int r = 0; r < R; r++) meet(sums[r], in_register(load<vf>(x[r] + k)), w);
     }
     static void arrange(const float* row, int64_t in, number* to) {
         std::memcpy(to, row, in * 4), std::fill(to + in, to + arranged<T>(in), 0.f);
@@ -56,7 +57,7 @@ template <class T> struct Row {
 template <> struct Row<bf16> {  // one instruction adds the products of pairs
     typedef bf16 number;
     template <int R, int C>
-    static void add(vf (&sums)[R][C], const number* x, int64_t room, const bf16* weights, int64_t in) {
+    static void add(vf (&sums)[R][C], const number* const (&x)[R], const bf16* const (&weights)[C], int64_t k) {
 #ifdef __AVX512BF16__
         typedef __m512bh pairs;
         const auto meet = [](vf sum, pairs a, pairs b) { return vf(_mm512_dpbf16_ps(__m512(sum), a, b)); };
@@ -65,9 +66,9 @@ template <> struct Row<bf16> {  // one instruction adds the products of pairs
         const auto meet = [](vf sum, pairs a, pairs b) { return vf(vbfdotq_f32(float32x4_t(sum), a, b)); };
 #endif
         pairs w[C];
-        UNROLLED for (int c = 0; c < C; c++) w[c] = load<pairs>(weights + c * in);
+        UNROLLED for (int c = 0; c < C; c++) w[c] = load<pairs>(weights[c] + k);
         UNROLLED for (int r = 0; r < R; r++) {
-            const pairs numbers = load<pairs>(x + r * room);
+            const pairs numbers = load<pairs>(x[r] + k);
             UNROLLED for (int c = 0; c < C; c++) sums[r][c] = meet(sums[r][c], numbers, w[c]);
         }
     }
@@ -81,22 +82,16 @@ template <> struct Row<bf16> {  // one instruction adds the products of pairs
 #else
 template <> struct Row<bf16> {  // weights are widened: even numbers to one vector of floats, odd ones to another
     typedef float number;
-    static vf even(const bf16* weights) { return vf(load<vu>(weights) << 16); }
-    static vf odd(const bf16* weights, vu upper) { return vf(load<vu>(weights) & upper); }
     template <int R, int C>
-    static void add(vf (&sums)[R][C], const number* x, int64_t room, const bf16* weights, int64_t in) {
-        alignas(64) static const vu UPPER = vu{} + 0xffff0000u;
+    static void add(vf (&sums)[R][C], const number* const (&x)[R], const bf16* const (&weights)[C], int64_t k) {
         UNROLLED for (int half = 0; half < 2; half++) {
-            const vu* upper = &UPPER;
-            FORGET(upper);  // it is read again too: with 12 sums, 3 vectors of weights and one of a row there is no place for it
             vf w[C];
-            UNROLLED for (int c = 0; c < C; c++) w[c] = half ? odd(weights + c * in, *upper) : even(weights + c * in);
-            UNROLLED for (int r = 0; r < R; r++) {
-                vf numbers = load<vf>(x + r * room + half * LANES);
-                if (IN_REGISTERS<R, C>) IN_REGISTER(numbers);
-                UNROLLED for (int c = 0; c < C; c++) sums[r][c] = fma(numbers, w[c], sums[r][c]);
+            UNROLLED for (int c = 0; c < C; c++) {
+                const vu both = load<vu>(weights[c] + k);
+                w[c] = vf(half ? both & 0xffff0000u : both << 16);
             }
-            FORGET(weights);  // read again: a register less than to keep it
+            if (R * C + 2 * C + 2 > (LANES == 8 ? 16 : 32)) READ_AGAIN;  // there is no register to keep both halves
+            UNROLLED for (int r = 0; r < R; r++) meet(sums[r], in_register(load<vf>(x[r] + k + half * LANES)), w);
         }
     }
     static void arrange(const float* row, int64_t in, number* to) {
@@ -111,15 +106,11 @@ template <> struct Row<bf16> {  // weights are widened: even numbers to one vect
 template <> struct Row<f16> {  // weights are widened as they come
     typedef float number;
     template <int R, int C>
-    static void add(vf (&sums)[R][C], const number* x, int64_t room, const f16* weights, int64_t in) {
-        UNROLLED for (int from = 0; from < 2 * LANES; from += LANES) {
+    static void add(vf (&sums)[R][C], const number* const (&x)[R], const f16* const (&weights)[C], int64_t k) {
+        UNROLLED for (int64_t half = k; half < k + 2 * LANES; half += LANES) {
             vf w[C];
-            UNROLLED for (int c = 0; c < C; c++) w[c] = wide(weights + c * in + from);
-            UNROLLED for (int r = 0; r < R; r++) {
-                vf numbers = load<vf>(x + r * room + from);
-                if (IN_REGISTERS<R, C>) IN_REGISTER(numbers);
-                UNROLLED for (int c = 0; c < C; c++) sums[r][c] = fma(numbers, w[c], sums[r][c]);
-            }
+            UNROLLED for (int c = 0; c < C; c++) w[c] = wide(weights[c] + half);
+            UNROLLED for (int r = 0; r < R; r++) meet(sums[r], in_register(load<vf>(x[r] + half)), w);
         }
     }
     static void arrange(const float* row, int64_t in, number* to) {
@@ -156,20 +147,37 @@ static inline v4 added(vf a, vf b, vf c, vf d) {
 #endif
 }
 
-// Sums of C outputs of R rows: to[r * STRIP + c].
+// Sums of C outputs of R rows over inputs first .. last, added to those over inputs before: after the last input the lanes
+// are added up to[r * STRIP + c], else sums are kept. coming: C outputs' weights that are used soon.
 template <class T, int R, int C>
-static inline void tile(const T* weights, int64_t in, const number<T>* x, int64_t room, float* to) {
+static inline void tile(const T* weights, int64_t in, const number<T>* x, int64_t room, int64_t first, int64_t last, const T* coming, vf* kept, float* to) {
+    const number<T>* rows[R];
+    const T* outputs[C];
     vf sums[R][C] = {};
-    int64_t k = 0;
-    for (; k + STEP<T> <= in; k += STEP<T>) {
-        // In the order of memory, which the processor's own prefetcher follows.
-        UNROLLED for (int c = 0; c < C; c++) __builtin_prefetch(weights + AHEAD * C * in + k * C + c * STEP<T>, 0, 2);
-        Row<T>::add(sums, x + k, room, weights + k, in);
+    UNROLLED for (int r = 0; r < R; r++) rows[r] = x + r * room;
+    UNROLLED for (int c = 0; c < C; c++) outputs[c] = weights + c * in;
+    if (first)
+        UNROLLED for (int r = 0; r < R; r++)
+            UNROLLED for (int c = 0; c < C; c++) sums[r][c] = kept[r * STRIP + c];
+    int64_t k = first;
+    for (int c = 0; c < C && k + STEP<T> <= last; c++, coming += in) {
+        // In the order of memory, which the processor's own prefetcher follows: all of the inputs, or one output's after another.
+        const T* ahead = coming - C * k;
+        for (const int64_t until = last - first == in ? last : first + (last - first) * (c + 1) / C; k + STEP<T> <= until; k += STEP<T>) {
+            UNROLLED for (int i = 0; i < C; i++) __builtin_prefetch(ahead + C * k + i * STEP<T>, 0, 2);
+            Row<T>::add(sums, rows, outputs, k);
+        }
     }
-    if (k < in) {
+    if (k < last) {
         alignas(64) T part[C][STEP<T>] = {};
-        for (int c = 0; c < C; c++) std::memcpy(part[c], weights + k + c * in, (in - k) * sizeof(T));
-        Row<T>::add(sums, x + k, room, part[0], STEP<T>);
+        UNROLLED for (int c = 0; c < C; c++) std::memcpy(part[c], outputs[c] + k, (last - k) * sizeof(T)), outputs[c] = part[c];
+        UNROLLED for (int r = 0; r < R; r++) rows[r] += k;
+        Row<T>::add(sums, rows, outputs, 0);
+    }
+    if (last < in) {
+        UNROLLED for (int r = 0; r < R; r++)
+            UNROLLED for (int c = 0; c < C; c++) kept[r * STRIP + c] = sums[r][c];
+        return;
     }
     UNROLLED for (int r = 0; r < R; r++) {
         const v4 all = added(sums[r][0], sums[r][C > 1], sums[r][C > 2 ? 2 : 0], vf{});
@@ -194,23 +202,33 @@ static inline void finish(const Linear& at, int64_t n, int count, const float* s
     }
 }
 
-// Outputs first .. last of at most NEAR rows, ROWS or MANY at a time: each weight comes from memory once.
-template <class T, class O>
+// Outputs first .. last of at most NEAR rows, C at a time: each weight comes from memory once.
+template <class T, int C, class O>
 static void strips(const Linear& at, int64_t first, int64_t last, const number<T>* x, int64_t rows, O out, int64_t stride) {
     alignas(64) float sums[NEAR * STRIP + LANES];
-    const int64_t room = apart<T>(at.in), most = rows > 2 * ROWS ? MANY : ROWS, groups = (rows + most - 1) / most;
+    alignas(64) vf kept[LANES == 8 ? NEAR * STRIP : 1];
+    const int64_t room = apart<T>(at.in), groups = (rows + ROWS<C> - 1) / ROWS<C>;
+    const int64_t parts = (rows * at.in * sizeof(number<T>) - 1) / NEAR_BYTES + 1, part = parts > 1 ? arranged<T>(at.in / parts) : at.in;
     for (int64_t n = first; n < last; n += STRIP) {
         const int count = int(std::min<int64_t>(STRIP, last - n));
-        for (int c = 0; c < count; c += c + OUTPUTS <= count ? OUTPUTS : 1)
-            for (int64_t group = 0; group < groups; group++) {
-                const int64_t row = group * rows / groups;
-                with_constant<ROWS>(int((group + 1) * rows / groups - row), [&](auto some) {
-                    constexpr int R = decltype(some)::value;
-                    const T* weights = (const T*)at.weight + (n + c) * at.in;
-                    if (c + OUTPUTS <= count) tile<T, R, OUTPUTS>(weights, at.in, x + row * room, room, sums + row * STRIP + c);
-                    else tile<T, R, 1>(weights, at.in, x + row * room, room, sums + row * STRIP + c);
-                });
+        for (int64_t k = 0; k < at.in; k += part) {
+            const int64_t end = std::min(k + part, at.in);
+            for (int c = 0; c < count; c += c + C <= count ? C : 1) {
+                const T* weights = (const T*)at.weight + (n + c) * at.in;
+                // In this part, the next part of this strip, or the next strip.
+                const int64_t coming = c + AHEAD * C < STRIP ? k : end < at.in ? end - STRIP * at.in : 0;
+                for (int64_t group = 0; group < groups; group++) {
+                    const int64_t row = group * rows / groups;
+                    with_constant<ROWS<C>>(int((group + 1) * rows / groups - row), [&](auto some) {
+                        constexpr int R = decltype(some)::value;
+                        vf* before = parts > 1 ? kept + row * STRIP + c : kept;
+                        float* to = sums + row * STRIP + c;
+                        if (c + C <= count) tile<T, R, C>(weights, at.in, x + row * room, room, k, end, weights + AHEAD * C * at.in + coming, before, to);
+                        else tile<T, R, 1>(weights, at.in, x + row * room, room, k, end, weights + AHEAD * C * at.in + coming, before, to);
+                    });
+                }
             }
+        }
         finish<T>(at, n, count, sums, rows, out, stride);
     }
 }
@@ -231,7 +249,8 @@ static void in_groups(int64_t rows, int64_t most, int64_t bytes, int64_t unit, i
 // Outputs first .. last of all rows.
 template <class T, class O>
 static void linear(const Linear& at, const number<T>* x, int64_t rows, O out, int64_t stride, int64_t first, int64_t last) {
-    in_groups(rows, rows <= NEAR ? NEAR : MANY, at.in * sizeof(T), STRIP, first, last, [&](int64_t row, int64_t count, int64_t from, int64_t to) {
-        strips<T>(at, from, to, x + row * apart<T>(at.in), count, out + row * stride, stride);
+    in_groups(rows, rows <= NEAR ? NEAR : ROWS<FOR_MANY>, at.in * sizeof(T), STRIP, first, last, [&](int64_t row, int64_t count, int64_t from, int64_t to) {
+        const bool few = count <= ROWS<FOR_FEW> || count == 2 * ROWS<FOR_FEW>;
+        (few ? strips<T, FOR_FEW, O> : strips<T, FOR_MANY, O>)(at, from, to, x + row * apart<T>(at.in), count, out + row * stride, stride);
     });
 }

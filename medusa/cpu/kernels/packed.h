@@ -8,24 +8,26 @@
 #include "linear.h"
 
 constexpr int IN_PANEL = PANEL / LANES;          // vectors of a panel
-constexpr int PACKED_ROWS = LANES == 8 ? 4 : 8;  // whose sums are in registers
+constexpr int PACKED_ROWS = LANES == 8 ? 5 : 8;  // whose sums are in registers
 #define EACH_SUM UNROLLED for (int r = 0; r < R; r++) UNROLLED for (int v = 0; v < IN_PANEL; v++)
 
 // Input i of a run, of a panel's vector v of outputs.
 static inline vu bits_from(const uint8_t (&four)[PANEL][4], int v, int i, int above) {
     return load<vu>((const uint32_t*)four[v * LANES]) >> (vu{} + uint32_t(8 * BYTE[i % 4] + above));
 }
-static inline vf input(const FourLanes& all, int v, int i) {
-    const vu bits = bits_from(all.pairs[i / 4 % 4], v, i, i / 16 * 4);
-#ifdef __AVX512F__
-    return vf(_mm512_permutexvar_ps(__m512i(bits), __m512(vf{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15})));
-#else
-    return floats(vi(bits & 15));
-#endif
+// Numbers of 4 and 5 bits stay where they are in their words, which is times a power of 2: rows are divided by it. Only the
+// uppermost, which would be signs, are shifted.
+constexpr bool uppermost(int i) { return i / 16 && BYTE[i % 4] == 3; }
+constexpr int power(int i) { return uppermost(i) ? 0 : 8 * BYTE[i % 4] + i / 16 * 4; }
+static inline vu four_bits(const FourLanes& all, int v, int i) {
+    const vu words = load<vu>((const uint32_t*)all.pairs[i / 4 % 4][v * LANES]);
+    return uppermost(i) ? words >> 28 : words & 15u << power(i);
 }
+static inline vf input(const FourLanes& all, int v, int i) { return floats(vi(four_bits(all, v, i))); }
 static inline vf input(const FiveLanes& all, int v, int i) {
-    const vu four = bits_from(all.pairs[i / 4 % 4], v, i, i / 16 * 4) & 15;
-    return floats(vi(four | (bits_from(all.fifth, v, i, i / 4) & 1) << 4));
+    const vu fifth = load<vu>((const uint32_t*)all.fifth[v * LANES]);
+    const vu moved = uppermost(i) ? fifth >> (20 + i / 4) : fifth << (4 + i / 16 * 4 - i / 4);  // bit 8 * BYTE[i % 4] + i / 4
+    return floats(vi(four_bits(all, v, i) | (moved & 16u << power(i))));
 }
 static inline vf input(const E2M1Lanes& all, int v, int i) {
     const vu bits = bits_from(all.pairs[i / 4 % 4], v, i, i / 16 * 4);
@@ -46,7 +48,7 @@ template <class Number> struct Step {
     static constexpr int COUNT = 1;
     typedef vf Inputs;
     template <bool SIX, class N> static Inputs inputs(const N& all, int v, int i) { return input(all, v, i); }
-    static int place(int i) {  // of input i among a run's numbers as they are arranged
+    static constexpr int place(int i) {  // of input i among a run's numbers as they are arranged
         constexpr int BOTH = 2 * LANES;
         return i / BOTH * BOTH + i % 2 * LANES + i % BOTH / 2;
     }
@@ -124,6 +126,7 @@ template <int R, class Panel>
 static void panel_sums(const Panel& panel, int64_t runs, const number<bf16>* x, int64_t room, const float* totals, float* to) {
     typedef Step<number<bf16>> Step;
     constexpr bool SIGN = SIGNED<typename Panel::Numbers>;
+    constexpr int HALVES = R * IN_PANEL <= 4 ? 2 : 1;  // that take turns: each sum waits for its last product
     vf sums[R][IN_PANEL] = {};
     for (int64_t run = 0; run < runs; run++) {
         const auto* numbers = &panel.numbers(run);
@@ -134,24 +137,38 @@ static void panel_sums(const Panel& panel, int64_t runs, const number<bf16>* x, 
             row[r] = x + r * room + run * RUN;
             FORGET(row[r]);  // the compiler would find the place of every number first
         }
-        UNROLLED for (int half = 0; half < 2; half++) {
-            vf part[R][IN_PANEL] = {};
-            UNROLLED for (int step = 0; step < RUN / 2; step += Step::COUNT) {
-                const int i = half * RUN / 2 + step;
+        UNROLLED for (int first = 0; first < 2; first += HALVES) {
+            vf part[HALVES][R][IN_PANEL] = {};
+            UNROLLED for (int step = 0; step < RUN / 2; step += Step::COUNT) UNROLLED for (int half = 0; half < HALVES; half++) {
+                const int i = (first + half) * RUN / 2 + step;
                 typename Step::Inputs inputs[IN_PANEL];
-                if (LANES == 8) FORGET(numbers);  // with so few registers it would keep what it has read in memory
+                if (LANES == 8 && i % 4 == 0) FORGET(numbers);  // with so few registers it would keep what it has read in memory
                 UNROLLED for (int v = 0; v < IN_PANEL; v++) inputs[v] = Step::template inputs<Panel::SIX>(*numbers, v, i);
                 EACH_SUM {
-                    part[r][v] = Step::meet(part[r][v], inputs[v], row[r] + Step::place(i));
-                    IN_REGISTER(part[r][v]);  // in this order: it would keep all inputs
+                    part[half][r][v] = Step::meet(part[half][r][v], inputs[v], row[r] + Step::place(i));
+                    IN_REGISTER(part[half][r][v]);  // in this order: it would keep all inputs
                 }
             }
-            EACH_SUM sums[r][v] = fma(part[r][v], load<vf>(values[SIGN ? half : 0] + v * LANES), sums[r][v]);
+            UNROLLED for (int half = 0; half < HALVES; half++)
+                EACH_SUM sums[r][v] = fma(part[half][r][v], load<vf>(values[SIGN ? first + half : 0] + v * LANES), sums[r][v]);
         }
         if (!SIGN) EACH_SUM sums[r][v] = fma(splat(totals[r * runs + run]), load<vf>(values[1] + v * LANES), sums[r][v]);
     }
     EACH_SUM store(to + r * STRIP + v * LANES, sums[r][v]);
 }
+
+// By which numbers of a run are divided, see `power`.
+struct Shares {
+    alignas(64) float all[RUN] = {};
+    constexpr Shares() {
+        for (int i = 0; i < RUN; i++) all[Step<float>::place(i)] = 1.f / float(1 << power(i));
+    }
+};
+static constexpr Shares SHARES;
+static inline void divide(const float* numbers, int64_t count, float* to) {
+    for (int64_t k = 0; k < count; k += LANES) store(to + k, load<vf>(numbers + k) * load<vf>(SHARES.all + k % RUN));
+}
+static inline void divide(const bf16*, int64_t, bf16*) {}  // never called
 
 // Sums of each run of rows: to[row][run].
 static inline void find_totals(const number<bf16>* x, int64_t rows, int64_t room, int64_t runs, float* to) {
@@ -171,15 +188,22 @@ static void packed_linear(const Linear& at, const number<bf16>* x, int64_t rows,
     assert(at.in_lanes() && at.in % RUN == 0);  // Packed.for_here sees to it
     const int64_t runs = at.in / RUN, room = apart<bf16>(at.in);
     alignas(64) float sums[PACKED_ROWS * STRIP + LANES];
+    const Form& form = FORMS[at.kind()];
+    const bool divided = std::is_same_v<number<bf16>, float> && form.bits < 8 && !form.sign;
     thread_local Buffer<float> totals;
-    grow(totals, rows * runs);
-    if (!FORMS[at.kind()].sign) find_totals(x, rows, room, runs, totals.data());
+    thread_local Buffer<number<bf16>> shares;
+    grow(totals, rows * runs), grow(shares, divided ? PACKED_ROWS * room : 0);
+    if (!form.sign) find_totals(x, rows, room, runs, totals.data());
     in_groups(rows, PACKED_ROWS, at.in, PANEL, first, last, [&](int64_t row, int64_t count, int64_t from, int64_t to) {
+        const number<bf16>* numbers = x + row * room;
+        if (divided)
+            for (int64_t r = 0; r < count; r++) divide(numbers + r * room, at.in, &shares[r * room]);
+        if (divided) numbers = shares.data();
         for (int64_t n = from, next; n < to; n = next) {
             next = std::min(to, n / PANEL * PANEL + PANEL);
             with_form(at, n / PANEL, [&](const auto& panel) {
                 with_constant<PACKED_ROWS>(int(count), [&](auto some) {
-                    panel_sums<decltype(some)::value>(panel, runs, x + row * room, room, &totals[row * runs], sums);
+                    panel_sums<decltype(some)::value>(panel, runs, numbers, room, &totals[row * runs], sums);
                 });
             });
             finish<bf16>(at, n, int(next - n), sums + n % PANEL, count, out + row * stride, stride);

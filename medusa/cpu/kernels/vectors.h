@@ -46,6 +46,8 @@ template <class Use> static inline void with_number(int64_t type, Use use) {
 #define UNROLLED _Pragma("GCC unroll 16")
 // The compiler takes what a pointer points to for unknown.
 #define FORGET(pointer) asm volatile("" : "+r"(pointer))
+// It forgets what memory holds.
+#define READ_AGAIN asm volatile("" : : : "memory")
 // A vector is read from memory once, not by every operation that takes it.
 #if defined(__AVX__)
 #define IN_REGISTER(vector) asm("" : "+v"(vector))
