@@ -15,7 +15,7 @@ constexpr int NEAR = 3 * ROWS<FOR_MANY>;  // so few rows meet weights as these p
 constexpr int AHEAD = 4;                  // tiles whose weights are on their way
 constexpr int64_t FAR_BYTES = 256 << 10;  // weights that stay in a core's cache while more rows pass by
 // Of rows that stay in the nearest cache. Wider vectors take too few numbers of rows for each weight for that to matter.
-constexpr int64_t NEAR_BYTES = LANES == 8 ? 32 << 10 : 1ll << 62;
+constexpr int64_t NEAR_BYTES = LANES == 8 ? 24 << 10 : 1ll << 62;
 
 template <class T> constexpr int STEP = LANES * 4 / sizeof(T);  // numbers in a vector of weights
 template <class T> constexpr int64_t arranged(int64_t in) { return (in + STEP<T> - 1) / STEP<T> * STEP<T>; }
@@ -202,13 +202,12 @@ static inline void finish(const Linear& at, int64_t n, int count, const float* s
     }
 }
 
-// Outputs first .. last of at most NEAR rows, C at a time: each weight comes from memory once.
+// Outputs first .. last of at most NEAR rows, C at a time, over so many inputs at a time: each weight comes from memory once.
 template <class T, int C, class O>
-static void strips(const Linear& at, int64_t first, int64_t last, const number<T>* x, int64_t rows, O out, int64_t stride) {
+static void strips(const Linear& at, int64_t part, int64_t first, int64_t last, const number<T>* x, int64_t rows, O out, int64_t stride) {
     alignas(64) float sums[NEAR * STRIP + LANES];
     alignas(64) vf kept[LANES == 8 ? NEAR * STRIP : 1];
     const int64_t room = apart<T>(at.in), groups = (rows + ROWS<C> - 1) / ROWS<C>;
-    const int64_t parts = (rows * at.in * sizeof(number<T>) - 1) / NEAR_BYTES + 1, part = parts > 1 ? arranged<T>(at.in / parts) : at.in;
     for (int64_t n = first; n < last; n += STRIP) {
         const int count = int(std::min<int64_t>(STRIP, last - n));
         for (int64_t k = 0; k < at.in; k += part) {
@@ -221,7 +220,7 @@ static void strips(const Linear& at, int64_t first, int64_t last, const number<T
                     const int64_t row = group * rows / groups;
                     with_constant<ROWS<C>>(int((group + 1) * rows / groups - row), [&](auto some) {
                         constexpr int R = decltype(some)::value;
-                        vf* before = parts > 1 ? kept + row * STRIP + c : kept;
+                        vf* before = part < at.in ? kept + row * STRIP + c : kept;
                         float* to = sums + row * STRIP + c;
                         if (c + C <= count) tile<T, R, C>(weights, at.in, x + row * room, room, k, end, weights + AHEAD * C * at.in + coming, before, to);
                         else tile<T, R, 1>(weights, at.in, x + row * room, room, k, end, weights + AHEAD * C * at.in + coming, before, to);
@@ -249,8 +248,11 @@ static void in_groups(int64_t rows, int64_t most, int64_t bytes, int64_t unit, i
 // Outputs first .. last of all rows.
 template <class T, class O>
 static void linear(const Linear& at, const number<T>* x, int64_t rows, O out, int64_t stride, int64_t first, int64_t last) {
-    in_groups(rows, rows <= NEAR ? NEAR : ROWS<FOR_MANY>, at.in * sizeof(T), STRIP, first, last, [&](int64_t row, int64_t count, int64_t from, int64_t to) {
+    // A few rows need no parts: they wait for weights.
+    const int64_t most = rows <= NEAR ? NEAR : ROWS<FOR_MANY>, bytes = std::min(rows, most) * at.in * sizeof(number<T>);
+    const int64_t part = rows > ROWS<FOR_MANY> && bytes > NEAR_BYTES ? arranged<T>(at.in / (bytes / NEAR_BYTES + 1)) : at.in;
+    in_groups(rows, most, at.in * sizeof(T), STRIP, first, last, [&](int64_t row, int64_t count, int64_t from, int64_t to) {
         const bool few = count <= ROWS<FOR_FEW> || count == 2 * ROWS<FOR_FEW>;
-        (few ? strips<T, FOR_FEW, O> : strips<T, FOR_MANY, O>)(at, from, to, x + row * apart<T>(at.in), count, out + row * stride, stride);
+        (few ? strips<T, FOR_FEW, O> : strips<T, FOR_MANY, O>)(at, part, from, to, x + row * apart<T>(at.in), count, out + row * stride, stride);
     });
 }
