@@ -15,8 +15,8 @@ constexpr int PACKED_ROWS = LANES == 8 ? 5 : 8;  // whose sums are in registers
 static inline vu bits_from(const uint8_t (&four)[PANEL][4], int v, int i, int above) {
     return load<vu>((const uint32_t*)four[v * LANES]) >> (vu{} + uint32_t(8 * BYTE[i % 4] + above));
 }
-// Numbers of 4 and 5 bits stay where they are in their words, which is times a power of 2: rows are divided by it. Only the
-// uppermost, which would be signs, are shifted.
+// Numbers of 4 and 5 bits stay where they are in their words, which is times a power of 2: rows are divided by it, see `divide`.
+// Only the uppermost, which would be signs, are shifted.
 constexpr bool uppermost(int i) { return i / 16 && BYTE[i % 4] == 3; }
 constexpr int power(int i) { return uppermost(i) ? 0 : 8 * BYTE[i % 4] + i / 16 * 4; }
 static inline vu four_bits(const FourLanes& all, int v, int i) {
@@ -46,6 +46,7 @@ static inline vf input(const EightLanes& all, int v, int i) {
 // How a row's numbers meet COUNT of these inputs at a time.
 template <class Number> struct Step {
     static constexpr int COUNT = 1;
+    static constexpr bool DIVIDED = true;  // numbers of 4 and 5 bits are times `power`
     typedef vf Inputs;
     template <bool SIX, class N> static Inputs inputs(const N& all, int v, int i) { return input(all, v, i); }
     static constexpr int place(int i) {  // of input i among a run's numbers as they are arranged
@@ -81,6 +82,11 @@ static constexpr Numbers FOUR_TWICE(16, false), FIVE(32, false), SIX_SIGNED(64, 
 #if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
 template <> struct Step<bf16> {
     static constexpr int COUNT = 2;
+#ifdef __AVX512BF16__
+    static constexpr bool DIVIDED = false;
+#else
+    static constexpr bool DIVIDED = true;
+#endif
     typedef vu Inputs;  // pairs
     template <class N> static Inputs pair(const N& all, int v, int i) { return vu(input(all, v, i)) >> 16 | vu(input(all, v, i + 1)); }
 #ifdef __AVX512BF16__
@@ -109,7 +115,7 @@ template <> struct Step<bf16> {
     template <bool, class N> static Inputs inputs(const N& all, int v, int i) { return pair(all, v, i); }
     static vf dot(vf sum, vu a, vu b) { return vf(vbfdotq_f32(float32x4_t(sum), bfloat16x8_t(a), bfloat16x8_t(b))); }
 #endif
-    static int place(int i) { return i; }
+    static constexpr int place(int i) { return i; }
     static vf meet(vf sum, Inputs inputs, const bf16* numbers) { return dot(sum, inputs, vu{} + load<uint32_t>((const uint32_t*)numbers)); }
     static vf total(const bf16* numbers) {
         vf sum{};
@@ -157,18 +163,17 @@ static void panel_sums(const Panel& panel, int64_t runs, const number<bf16>* x, 
     EACH_SUM store(to + r * STRIP + v * LANES, sums[r][v]);
 }
 
-// By which numbers of a run are divided, see `power`.
+// Numbers of a row, each divided by the power of 2 of its place in a run, exactly.
 struct Shares {
     alignas(64) float all[RUN] = {};
     constexpr Shares() {
-        for (int i = 0; i < RUN; i++) all[Step<float>::place(i)] = 1.f / float(1 << power(i));
+        for (int i = 0; i < RUN; i++) all[Step<number<bf16>>::place(i)] = 1.f / float(1 << power(i));
     }
 };
 static constexpr Shares SHARES;
-static inline void divide(const float* numbers, int64_t count, float* to) {
-    for (int64_t k = 0; k < count; k += LANES) store(to + k, load<vf>(numbers + k) * load<vf>(SHARES.all + k % RUN));
+static inline void divide(const number<bf16>* numbers, int64_t count, number<bf16>* to) {
+    for (int64_t k = 0; k < count; k += LANES) put(wide(numbers + k) * load<vf>(SHARES.all + k % RUN), to + k);
 }
-static inline void divide(const bf16*, int64_t, bf16*) {}  // never called
 
 // Sums of each run of rows: to[row][run].
 static inline void find_totals(const number<bf16>* x, int64_t rows, int64_t room, int64_t runs, float* to) {
@@ -189,16 +194,17 @@ static void packed_linear(const Linear& at, const number<bf16>* x, int64_t rows,
     const int64_t runs = at.in / RUN, room = apart<bf16>(at.in);
     alignas(64) float sums[PACKED_ROWS * STRIP + LANES];
     const Form& form = FORMS[at.kind()];
-    const bool divided = std::is_same_v<number<bf16>, float> && form.bits < 8 && !form.sign;
+    const bool divided = Step<number<bf16>>::DIVIDED && form.bits < 8 && !form.sign;
     thread_local Buffer<float> totals;
     thread_local Buffer<number<bf16>> shares;
     grow(totals, rows * runs), grow(shares, divided ? PACKED_ROWS * room : 0);
     if (!form.sign) find_totals(x, rows, room, runs, totals.data());
     in_groups(rows, PACKED_ROWS, at.in, PANEL, first, last, [&](int64_t row, int64_t count, int64_t from, int64_t to) {
         const number<bf16>* numbers = x + row * room;
-        if (divided)
+        if (divided) {
             for (int64_t r = 0; r < count; r++) divide(numbers + r * room, at.in, &shares[r * room]);
-        if (divided) numbers = shares.data();
+            numbers = shares.data();
+        }
         for (int64_t n = from, next; n < to; n = next) {
             next = std::min(to, n / PANEL * PANEL + PANEL);
             with_form(at, n / PANEL, [&](const auto& panel) {
