@@ -12,20 +12,21 @@ constexpr int PACKED_ROWS = LANES == 8 ? 5 : 8;  // whose sums are in registers
 #define EACH_SUM UNROLLED for (int r = 0; r < R; r++) UNROLLED for (int v = 0; v < IN_PANEL; v++)
 
 // Input i of a run, of a panel's vector v of outputs.
+static inline vu words_from(const uint8_t (&four)[PANEL][4], int v) { return load<vu>((const uint32_t*)four[v * LANES]); }
 static inline vu bits_from(const uint8_t (&four)[PANEL][4], int v, int i, int above) {
-    return load<vu>((const uint32_t*)four[v * LANES]) >> (vu{} + uint32_t(8 * BYTE[i % 4] + above));
+    return words_from(four, v) >> (vu{} + uint32_t(8 * BYTE[i % 4] + above));
 }
 // Numbers of 4 and 5 bits stay where they are in their words, which is times a power of 2: rows are divided by it, see `divide`.
 // Only the uppermost, which would be signs, are shifted.
 constexpr bool uppermost(int i) { return i / 16 && BYTE[i % 4] == 3; }
 constexpr int power(int i) { return uppermost(i) ? 0 : 8 * BYTE[i % 4] + i / 16 * 4; }
 static inline vu four_bits(const FourLanes& all, int v, int i) {
-    const vu words = load<vu>((const uint32_t*)all.pairs[i / 4 % 4][v * LANES]);
+    const vu words = words_from(all.pairs[i / 4 % 4], v);
     return uppermost(i) ? words >> 28 : words & 15u << power(i);
 }
 static inline vf input(const FourLanes& all, int v, int i) { return floats(vi(four_bits(all, v, i))); }
 static inline vf input(const FiveLanes& all, int v, int i) {
-    const vu fifth = load<vu>((const uint32_t*)all.fifth[v * LANES]);
+    const vu fifth = words_from(all.fifth, v);
     const vu moved = uppermost(i) ? fifth >> (20 + i / 4) : fifth << (4 + i / 16 * 4 - i / 4);  // bit 8 * BYTE[i % 4] + i / 4
     return floats(vi(four_bits(all, v, i) | (moved & 16u << power(i))));
 }
@@ -82,14 +83,10 @@ static constexpr Numbers FOUR_TWICE(16, false), FIVE(32, false), SIX_SIGNED(64, 
 #if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
 template <> struct Step<bf16> {
     static constexpr int COUNT = 2;
-#ifdef __AVX512BF16__
-    static constexpr bool DIVIDED = false;
-#else
-    static constexpr bool DIVIDED = true;
-#endif
     typedef vu Inputs;  // pairs
     template <class N> static Inputs pair(const N& all, int v, int i) { return vu(input(all, v, i)) >> 16 | vu(input(all, v, i + 1)); }
 #ifdef __AVX512BF16__
+    static constexpr bool DIVIDED = false;
     // The lowest bits of both halves of each word.
     static Words lowest(const uint8_t (&four)[PANEL][4], int i, int above) {
         return load<Words>((const uint16_t*)four) >> Words(_mm512_set1_epi16(8 * (BYTE[i % 4] % 2) + above));
@@ -112,6 +109,7 @@ template <> struct Step<bf16> {
     }
     static vf dot(vf sum, vu a, vu b) { return vf(_mm512_dpbf16_ps(__m512(sum), (__m512bh)a, (__m512bh)b)); }
 #else
+    static constexpr bool DIVIDED = true;
     template <bool, class N> static Inputs inputs(const N& all, int v, int i) { return pair(all, v, i); }
     static vf dot(vf sum, vu a, vu b) { return vf(vbfdotq_f32(float32x4_t(sum), bfloat16x8_t(a), bfloat16x8_t(b))); }
 #endif
