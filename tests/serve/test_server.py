@@ -22,6 +22,11 @@ LAUNCH = (
     "import runpy, signal; signal.signal(signal.SIGINT, signal.default_int_handler);"
     "runpy.run_module('medusa.serve.server', run_name='__main__')"
 )
+# Steps that take longer, so that a request of some hundred tokens is still running at a second Ctrl-C.
+SLOW = (
+    "import time; from medusa.engine.batch import Batch; step = Batch.step;"
+    "Batch.step = lambda batch: (time.sleep(0.05), step(batch))[1];"
+)
 TIME = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} "
 
 
@@ -107,12 +112,12 @@ def test_it_says_when_and_where_it_is_ready_and_ctrl_c_ends_it_in_good_order(spe
 @pytest.mark.slow
 def test_a_second_ctrl_c_ends_a_busy_process_without_a_traceback(speaker, tmp_path):
     heads = str(speaker.save_pretrained(tmp_path / "heads"))
-    command = [sys.executable, "-c", LAUNCH, "--heads", heads, "--port", "0", "--drain", "60", "--name", "small"]
+    command = [sys.executable, "-c", SLOW + LAUNCH, "--heads", heads, "--port", "0", "--drain", "60", "--name", "small"]
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
     while not (found := re.search(r"ready at (http://\S+)", process.stderr.readline())):
         assert process.poll() is None, "it ends before it is ready"
-    body = {"model": "small", "prompt": [5], "max_tokens": 200, "stream": True, "ignore_eos": True, "n": 16}
-    body["speculation"] = {"nodes": 1}  # a busy second, in which the second Ctrl-C comes
+    body = {"model": "small", "prompt": [5], "max_tokens": 200, "stream": True, "ignore_eos": True}
+    body["speculation"] = {"nodes": 1}
     with suppress(httpx.HTTPError), httpx.stream("POST", f"{found[1]}/v1/completions", json=body) as response:
         next(response.iter_lines())
         process.send_signal(signal.SIGINT)
