@@ -6,6 +6,7 @@ constexpr int SEGMENT = 128;  // positions; a multiple of LANES
 constexpr int BLOCK = 48;     // rows (nodes x query heads of a key head) that share a segment's keys
 constexpr int TILE = 6;       // rows in registers, times so many vectors:
 constexpr int VECTORS = LANES == 8 ? 2 : 4;
+constexpr int COMING = 32;    // positions whose keys or values are on their way
 constexpr float NOTHING = -std::numeric_limits<float>::infinity();
 
 // How queries meet keys of type T: a word of either, and its products added to a sum.
@@ -45,6 +46,7 @@ template <class T> static void turn(const T* keys, int64_t step, int count, int 
         for (int d = 0; d < dim; d += PER_VECTOR) {
             vu rows[LANES];
             const T* key = keys + first * step + d;
+            UNROLLED for (int i = 0; i < LANES; i++) __builtin_prefetch(key + (i + COMING) * step, 0, 2);
             if (first + LANES <= count && d + PER_VECTOR <= dim)
                 UNROLLED for (int i = 0; i < LANES; i++) rows[i] = load<vu>(key + i * step);
             else
@@ -134,6 +136,7 @@ static void weigh(const float* weights, const T* values, int64_t step, int count
         UNROLLED for (int c = 0; c < C; c++) total[r][c] = load<vf>(sums + r * width + c * LANES);
     for (int j = 0; j < count; j++) {
         vf value[C];
+        UNROLLED for (int c = 0; c < C; c += 64 / (LANES * sizeof(T))) __builtin_prefetch(values + (j + COMING) * step + c * LANES, 0, 2);
         UNROLLED for (int c = 0; c < C; c++) value[c] = C > 1 ? wide(values + j * step + c * LANES) : wide(values + j * step, room);
         UNROLLED for (int r = 0; r < R; r++)
             UNROLLED for (int c = 0; c < C; c++) total[r][c] = fma(splat(weights[r * SEGMENT + j]), value[c], total[r][c]);
