@@ -142,10 +142,11 @@ def compile_library(
 def _flags(version: str) -> list[str]:
     """The flags for a compiler with this version line."""
     here = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
+    hidden = ["-mno-avx512bf16"] if flavours.avoids_bfloat16() else []
     # On Linux torch uses GCC's OpenMP, which is shared. Another OpenMP would be a second set of threads beside torch's,
     # so the kernels then use threads of their own.
     openmp = [] if "clang" in version or sys.platform != "linux" else ["-fopenmp"]
-    return [*FLAGS, here, *openmp, *os.environ.get(EXTRA_FLAGS, "").split()]
+    return [*FLAGS, here, *hidden, *openmp, *os.environ.get(EXTRA_FLAGS, "").split()]
 
 
 def _run(command: list[str], timeout: float | None = TIMEOUT) -> str:

@@ -102,7 +102,7 @@ class FusedPass:
         scales = None if scales is None else scales.float()
         self._keep([*embeddings.tensors, self._norm.weight, scales])
         self._fixed = Pass(
-            number_type=native.number_type(self._dtype), int8=self._int8, layers=len(layers),
+            number_type=native.number_type(self._dtype), layers=len(layers),
             context=context_length, width=self._shape["hidden"] * (1 + len(taps)),
             norm=self._norm.weight.data_ptr(), query_scales=None if scales is None else scales.data_ptr(),
             embeddings=embeddings.struct, blocks=ctypes.addressof(self._blocks), **self._shape,

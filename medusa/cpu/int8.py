@@ -1,6 +1,6 @@
 """LOSSY: linear layers that multiply integers of 8 bits, for CPUs. The result is another model than the base.
 
-Inputs of these layers are rounded in each pass, with a scale for each ``RUN`` of a row (kernels/int8.h). Weights that
+Inputs of these layers are rounded in each pass, with a scale for each ``RUN`` of a row (kernels/whole.h). Weights that
 are packed (``medusa.cpu.packed``) keep their numbers, so only inputs are rounded, as in llama.cpp. Plain weights are
 rounded once, like GGUF's Q8_0.
 

@@ -122,6 +122,12 @@ def has_tiles() -> bool:
 
 
 @cache
+def rows_are_whole() -> bool:
+    """Whether rows that meet packed weights are brought to whole numbers of 16 bits (``kernels/whole.h``)."""
+    return available() and b" and VNNI" in kernels().medusa_flavour()
+
+
+@cache
 def packing_pays() -> bool:
     """Whether packed weights (``medusa.cpu.packed``) are faster than expanded ones: with AVX2 and what is above it."""
     return available() and kernels().medusa_flavour().startswith((b"AMX", b"AVX"))

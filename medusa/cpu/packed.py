@@ -2,7 +2,9 @@
 
 This is lossless. With a matrix unit (AMX) each weight is expanded to the bfloat16 value that an expanded model has, and
 sums are equal bit by bit (kernels/tiles.h). Other processors do not round weights at all: their sums are those of the
-file's integers and scales in float32 (kernels/packed.h). A row's result does not depend on other rows either way.
+file's integers and scales in float32 (kernels/packed.h). Those that multiply bytes (VNNI) meet them with rows as
+integers of 16 bits, which hold what matters of bfloat16 (kernels/whole.h). A row's result does not depend on other rows
+in any case.
 
 Legend: O outputs, I inputs, P panels of 16 outputs, K runs of 32 inputs, B blocks of runs, F factors, C codes.
 """
@@ -53,7 +55,7 @@ FORMS = {
 """Layouts by ``Packing`` of kernels/weights.h."""
 FOR_TILES, IN_LANES, ROUNDED_ROWS = 0, 16, 32
 """Added to a packing: the order of its integers for a matrix unit, or for vectors of outputs; in the last case rows are
-rounded too (kernels/int8.h)."""
+rounded to 8 bits too (kernels/whole.h)."""
 E2M1_TWICE = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12])
 """Integers by the four bits of layout 9."""
 BYTE = [0, 2, 1, 3]

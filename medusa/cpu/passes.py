@@ -39,7 +39,7 @@ class Pass(ctypes.Structure):
         *[
             (name, _INT)
             for name in (
-                "number_type", "int8", "threads", "batch", "hidden", "inner", "heads", "kv_heads", "dim", "rotated",
+                "number_type", "threads", "batch", "hidden", "inner", "heads", "kv_heads", "dim", "rotated",
                 "layers", "width", "context", "rounds_once", "gelu", "wide_angles", "pairs",
             )
         ],

@@ -5,8 +5,8 @@ from torch import nn
 
 from medusa import BaseModel, HeadsConfig, MedusaModel, build_heads
 from medusa.cpu.experts import use_experts
-from medusa.cpu.native import NativeLinear, has_tiles, use_kernels
-from medusa.cpu.packed import PackedLinear
+from medusa.cpu.native import NativeLinear, has_tiles, rows_are_whole, use_kernels
+from medusa.cpu.packed import RUN, PackedLinear
 from medusa.loading.self_test import choose_decoding, fuse
 
 
@@ -28,6 +28,14 @@ def with_heads(model, tokenizer):
     return MedusaModel(base, heads)
 
 
+def in_whole_numbers(x):
+    """Rows [..., I] as their runs' whole numbers of two bytes hold them, float64."""
+    runs = nn.functional.pad(x.double(), (0, -x.shape[-1] % RUN)).unflatten(-1, (-1, RUN))
+    scale = 2.0 ** (runs.abs().amax(-1, keepdim=True).log2().floor() - 14)
+    whole = (runs / scale).round().clamp(max=127 * 257) * scale
+    return whole.where(scale > 0, 0).flatten(-2)[..., : x.shape[-1]]
+
+
 def check_sums(packed, weight):
     """A packed layer computes what a plain one does whose weights are those of the file, float32 [O, I]."""
     bias = torch.randn(len(weight)).bfloat16()
@@ -39,7 +47,8 @@ def check_sums(packed, weight):
     if has_tiles():
         assert torch.equal(every, NativeLinear(plain)(x))
     else:
-        sums, sizes = x.double() @ weight.double().T + bias.double(), x.double().abs() @ weight.double().abs().T
+        rows = in_whole_numbers(x) if rows_are_whole() else x.double()
+        sums, sizes = rows @ weight.double().T + bias.double(), rows.abs() @ weight.double().abs().T
         assert ((every.double() - sums).abs() <= 2**-8 * sums.abs() + 2e-6 * sizes).all()
     for rows in (0, 1, 2, 3, 4, 5, 7, 8, 9, 16, 17, 40):
         assert torch.equal(layer(x[:rows]), every[:rows])

@@ -41,11 +41,15 @@ def forget():
 def test_a_processor_takes_the_most_able_kernels_that_it_can_execute(machine, has, name, monkeypatch, tmp_path):
     monkeypatch.setattr(platform, "machine", lambda: machine)
     monkeypatch.setattr(flavours, "processor", lambda: f"flags\t\t: {has}")
+    monkeypatch.setattr(flavours, "linux_says", lambda *_: "vendor_id\t: AuthenticAMD")
     source = tmp_path / "kernels.cpp"
     assert flavours.shipped(source) is None
     for flavour in flavours.FLAVOURS[machine]:
         flavour.library(source).touch()
     assert flavours.shipped(source) == tmp_path / f"kernels-{name}.so"
+    monkeypatch.setattr(flavours, "linux_says", lambda *_: "vendor_id\t: GenuineIntel")  # whose vectors prefer floats
+    intel = {"avx512-bf16": "avx512-vnni"}.get(name, name)
+    assert flavours.shipped(source) == tmp_path / f"kernels-{intel}.so"
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,8 @@ ALL = (
 )  # fmt: skip
 FEW = ("native", "exactness", "loss_kernel", "recurrent_kernels")
 """For flavours that few machines run, or that differ in little: linear and recurrent layers, passes, and texts."""
+WHOLE = ("packed", "int8", "experts")
+"""Where rows are whole numbers."""
 KERNELS = Path(native.__file__).with_name("kernels")
 CHECK = [
     "-std=c++17", "-ffp-contract=off", "-w", "-pthread", f"-I{KERNELS}",
@@ -50,7 +52,8 @@ def passes_the_tests(names, **environment):
     ("hidden", "flags", "names"),
     [
         pytest.param("amx_bf16", "-mno-amx-tile", ALL, id="no matrix unit"),
-        pytest.param("avx512_bf16", "-march=x86-64-v4", FEW, id="AVX-512"),
+        pytest.param("avx512_bf16|avx512_vnni", "-march=x86-64-v4", [*FEW, "packed"], id="AVX-512"),
+        pytest.param("avx512f.* avx_vnni", "-march=x86-64-v3 -mavxvnni", WHOLE, id="AVX2 and VNNI"),
         pytest.param("avx512f|avx_vnni", "-march=x86-64-v3", ALL, id="AVX2"),
         pytest.param("sse2", "-march=x86-64 -fno-openmp", FEW, id="SSE2 and own threads"),
     ],

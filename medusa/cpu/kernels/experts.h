@@ -2,7 +2,7 @@
 #pragma once
 #include <stdexcept>
 
-#include "int8.h"
+#include "whole.h"
 #include "team.h"
 #include "tiles.h"
 

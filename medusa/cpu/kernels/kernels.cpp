@@ -29,9 +29,12 @@ template <class Use> static void as_usual(int64_t number_type, Use run) {
 #endif
     with_number(number_type, [&](auto number) { run(number, Plain<decltype(number)>()); });
 }
-template <class Use> static void as_usual(int64_t number_type, bool int8, Use run) {
-    if (!int8) return as_usual(number_type, run);
-    with_number(number_type, [&](auto number) { run(number, Rounded<decltype(number)>()); });
+// The same for rows that meet weights as whole numbers of so many bytes, if not 0.
+template <class Use> static void as_usual(int64_t number_type, int bytes, Use run) {
+    if (bytes == 1) return with_number(number_type, [&](auto number) { run(number, InBytes<decltype(number), 1>()); });
+    if constexpr (FAST)
+        if (bytes == 2) return run(bf16(), InBytes<bf16, 2>());
+    as_usual(number_type, run);
 }
 
 // Attention of one layer: out [rows, heads, Dv].
@@ -61,11 +64,11 @@ extern "C" const char* medusa_flavour() {
     if (has_tiles()) return "AMX" THREADS;
 #endif
 #if defined(__AVX512BF16__)
-    return "AVX512-BF16" THREADS;
+    return "AVX512-BF16" VNNI THREADS;
 #elif defined(__AVX512F__)
-    return "AVX-512" THREADS;
+    return "AVX-512" VNNI THREADS;
 #elif defined(__AVX2__) && defined(__FMA__)
-    return "AVX2" THREADS;
+    return "AVX2" VNNI THREADS;
 #elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
     return "NEON with bfloat16" THREADS;
 #elif defined(__ARM_NEON)
@@ -95,7 +98,7 @@ static void whole_linear(int threads, const Linear& layer, int64_t rows, const T
 // out [rows, outputs] of x [rows, in], all of one type but the weights, which may be rounded.
 extern "C" int medusa_linear(int number_type, int threads, const Linear* layer, int64_t rows, const void* x, void* out) {
     return outcome([&] {
-        as_usual(number_type, layer->rounds_rows(), [&](auto number, auto how) {
+        as_usual(number_type, layer->bytes(), [&](auto number, auto how) {
             using T = decltype(number);
             whole_linear<T, decltype(how)>(threads, *layer, rows, (const T*)x, (T*)out);
         });
@@ -131,13 +134,13 @@ extern "C" int medusa_expand(int threads, const Linear* weight, bf16* to) {
 
 extern "C" int medusa_pass(const Pass* pass) {
     return outcome([&] {
-        as_usual(pass->number_type, pass->int8, [&](auto number, auto how) { Run<decltype(number), decltype(how)>{*pass}(); });
+        as_usual(pass->number_type, pass->bytes(), [&](auto number, auto how) { Run<decltype(number), decltype(how)>{*pass}(); });
     });
 }
 
 extern "C" int medusa_experts(const Visits* at) {
     return outcome([&] {
-        as_usual(at->number_type, at->mixture.down.rounds_rows(), [&](auto number, auto how) { mix<decltype(number), decltype(how)>(*at); });
+        as_usual(at->number_type, std::min(at->mixture.gate_up.bytes(), at->mixture.down.bytes()), [&](auto number, auto how) { mix<decltype(number), decltype(how)>(*at); });
     });
 }
 

@@ -1,4 +1,5 @@
-// Linear layers over packed weights where there is no matrix unit, and how a pass meets weights as they are.
+// Linear layers over packed weights where there is no matrix unit and products of bytes are not fast (whole.h) or other
+// weights of the pass are not packed, and how a pass meets weights as they are.
 //
 // No weight is rounded: whole numbers meet a row's numbers, and the sum over half a run is multiplied by its factor. A vector
 // holds inputs of LANES outputs. Every sum is one chain along `in`, whatever rows stand beside it.
@@ -47,9 +48,8 @@ static inline vf input(const EightLanes& all, int v, int i) {
 // How a row's numbers meet COUNT of these inputs at a time.
 template <class Number> struct Step {
     static constexpr int COUNT = 1;
-    static constexpr bool DIVIDED = true;  // numbers of 4 and 5 bits are times `power`
     typedef vf Inputs;
-    template <bool SIX, class N> static Inputs inputs(const N& all, int v, int i) { return input(all, v, i); }
+    template <class N> static Inputs inputs(const N& all, int v, int i) { return input(all, v, i); }
     static constexpr int place(int i) {  // of input i among a run's numbers as they are arranged
         constexpr int BOTH = 2 * LANES;
         return i / BOTH * BOTH + i % 2 * LANES + i % BOTH / 2;
@@ -61,56 +61,14 @@ template <class Number> struct Step {
         return sum;
     }
 };
-#ifdef __AVX512BF16__
-// Whole numbers in bfloat16, by bits.
-constexpr bf16 whole_number(int q) {
-    const int size = q < 0 ? -q : q;
-    int power = 0;
-    while (size >> (power + 1)) power++;
-    return size ? bf16((q < 0) << 15 | (127 + power) << 7 | (size << (7 - power) & 127)) : bf16(0);
-}
-struct alignas(64) Numbers {
-    bf16 all[64] = {};
-    constexpr Numbers(const int8_t (&twice)[16]) {
-        for (int i = 0; i < 64; i++) all[i] = whole_number(twice[i % 16]);
-    }
-    constexpr Numbers(int count, bool sign) {
-        for (int i = 0; i < 64; i++) all[i] = whole_number(sign && i % count >= count / 2 ? i % count - count : i % count);
-    }
-};
-static constexpr Numbers FOUR_TWICE(16, false), FIVE(32, false), SIX_SIGNED(64, true), E2M1_IN_BF16(E2M1_TWICE);
-#endif
 #if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
 template <> struct Step<bf16> {
     static constexpr int COUNT = 2;
     typedef vu Inputs;  // pairs
-    template <class N> static Inputs pair(const N& all, int v, int i) { return vu(input(all, v, i)) >> 16 | vu(input(all, v, i + 1)); }
+    template <class N> static Inputs inputs(const N& all, int v, int i) { return vu(input(all, v, i)) >> 16 | vu(input(all, v, i + 1)); }
 #ifdef __AVX512BF16__
-    static constexpr bool DIVIDED = false;
-    // The lowest bits of both halves of each word.
-    static Words lowest(const uint8_t (&four)[PANEL][4], int i, int above) {
-        return load<Words>((const uint16_t*)four) >> Words(_mm512_set1_epi16(8 * (BYTE[i % 4] % 2) + above));
-    }
-    // Whole numbers by the last five or six bits of words; what stands above these has no part.
-    static Inputs by_five(Words bits, const Numbers& numbers) { return vu(_mm512_permutexvar_epi16(__m512i(bits), _mm512_load_si512(&numbers))); }
-    static Inputs by_six(Words bits, const Numbers& numbers) {
-        return vu(_mm512_permutex2var_epi16(_mm512_load_si512(&numbers), __m512i(bits), _mm512_load_si512(&numbers.all[32])));
-    }
-    template <bool> static Inputs inputs(const FourLanes& all, int, int i) { return by_five(lowest(all.pairs[i / 4 % 4], i, i / 16 * 4), FOUR_TWICE); }
-    template <bool> static Inputs inputs(const E2M1Lanes& all, int, int i) {
-        return by_five(lowest(all.pairs[i / 4 % 4], i, i / 16 * 4), E2M1_IN_BF16);
-    }
-    template <bool> static Inputs inputs(const FiveLanes& all, int, int i) {
-        return by_five((lowest(all.pairs[i / 4 % 4], i, i / 16 * 4) & 15) | (lowest(all.fifth, i, i / 4) & 1) << 4, FIVE);
-    }
-    template <bool SIX> static Inputs inputs(const EightLanes& all, int v, int i) {
-        if (SIX) return by_six(lowest((const uint8_t(&)[PANEL][4])all.numbers[i / 4], i, 0), SIX_SIGNED);
-        return pair(all, v, i);
-    }
     static vf dot(vf sum, vu a, vu b) { return vf(_mm512_dpbf16_ps(__m512(sum), (__m512bh)a, (__m512bh)b)); }
 #else
-    static constexpr bool DIVIDED = true;
-    template <bool, class N> static Inputs inputs(const N& all, int v, int i) { return pair(all, v, i); }
     static vf dot(vf sum, vu a, vu b) { return vf(vbfdotq_f32(float32x4_t(sum), bfloat16x8_t(a), bfloat16x8_t(b))); }
 #endif
     static constexpr int place(int i) { return i; }
@@ -147,7 +105,7 @@ static void panel_sums(const Panel& panel, int64_t runs, const number<bf16>* x, 
                 const int i = (first + half) * RUN / 2 + step;
                 typename Step::Inputs inputs[IN_PANEL];
                 if (LANES == 8 && i % 4 == 0) FORGET(numbers);  // with so few registers it would keep what it has read in memory
-                UNROLLED for (int v = 0; v < IN_PANEL; v++) inputs[v] = Step::template inputs<Panel::SIX>(*numbers, v, i);
+                UNROLLED for (int v = 0; v < IN_PANEL; v++) inputs[v] = Step::inputs(*numbers, v, i);
                 EACH_SUM {
                     part[half][r][v] = Step::meet(part[half][r][v], inputs[v], row[r] + Step::place(i));
                     IN_REGISTER(part[half][r][v]);  // in this order: it would keep all inputs
@@ -192,7 +150,7 @@ static void packed_linear(const Linear& at, const number<bf16>* x, int64_t rows,
     const int64_t runs = at.in / RUN, room = apart<bf16>(at.in);
     alignas(64) float sums[PACKED_ROWS * STRIP + LANES];
     const Form& form = FORMS[at.kind()];
-    const bool divided = Step<number<bf16>>::DIVIDED && form.bits < 8 && !form.sign;
+    const bool divided = form.bits < 8 && !form.sign;  // numbers of 4 and 5 bits are times `power`
     thread_local Buffer<float> totals;
     thread_local Buffer<number<bf16>> shares;
     grow(totals, rows * runs), grow(shares, divided ? PACKED_ROWS * room : 0);

@@ -10,7 +10,7 @@
 
 #include "attention.h"
 #include "experts.h"
-#include "int8.h"
+#include "whole.h"
 #include "mixer.h"
 #include "tiles.h"
 
@@ -30,7 +30,7 @@ struct Block {
 };
 
 struct Pass {
-    int64_t number_type, int8, threads, batch, hidden, inner;
+    int64_t number_type, threads, batch, hidden, inner;
     int64_t heads, kv_heads, dim, rotated, layers, width;  // heads: 0 = keys and values alone, of the states that come in
     int64_t context;              // positions behind it become its last one
     int64_t rounds_once, gelu;    // 1 = norms round the product alone; 1 = gates are GELU (by tanh), 0 = SiLU
@@ -51,6 +51,17 @@ struct Pass {
     const Block* blocks;
     void *const *keys, *const *values;  // of each layer, [blocks, size, kv heads, D]
     const Memory* memories;             // of each layer, or null: none is recurrent
+
+    // Of rows, see Linear: where not all weights are packed, rows are not whole numbers.
+    int bytes() const {
+        int least = 2;
+        for (const Block* block = blocks; block != blocks + layers; block++) {
+            for (const Linear* linear = &block->query; linear <= &block->down; linear++)
+                if (linear->outputs) least = std::min(least, linear->bytes());
+            if (block->mixture) least = std::min({least, block->mixture->gate_up.bytes(), block->mixture->down.bytes()});
+        }
+        return least;
+    }
 };
 
 constexpr int64_t SLAB = 512;      // rows whose inner numbers are kept at a time

@@ -2,7 +2,7 @@
 // (medusa/cpu/packed.py).
 //
 // A matrix unit meets them expanded, as a model has them whose weights were expanded when it was loaded (tiles.h). Elsewhere
-// sums are those of the whole numbers, times their factors (packed.h, int8.h). Each way has an order of its own.
+// sums are those of the whole numbers, times their factors (packed.h, whole.h). Each way has an order of its own.
 #pragma once
 #include "vectors.h"
 
@@ -11,7 +11,7 @@ constexpr int64_t RUN = 32;                   // numbers along `in` that share a
 constexpr int64_t PACKED_AHEAD = 4096;        // bytes that are on their way
 
 enum Packing : int64_t { NUMBERS, SIMPLE_FOUR, SIMPLE_FIVE, SIMPLE_EIGHT, SUPER_FOUR, SUPER_FIVE, SUPER_EIGHT, GROUP_FOUR, GROUP_EIGHT, MX_FOUR };
-// Added to a packing: its numbers stand as vectors of outputs take them; rows that meet it are rounded too (int8.h).
+// Added to a packing: its numbers stand as vectors of outputs take them; rows that meet it are rounded too (whole.h).
 constexpr int64_t IN_LANES = 16, ROUNDED_ROWS = 2 * IN_LANES;
 
 struct Linear {
@@ -21,7 +21,8 @@ struct Linear {
     int64_t runs;     // of `in` that share factors, a power of two
 
     bool in_lanes() const { return packing > IN_LANES; }
-    bool rounds_rows() const { return packing > ROUNDED_ROWS; }
+    // Of the whole numbers that rows may be (whole.h); 0 = rows are not whole numbers.
+    int bytes() const { return packing > ROUNDED_ROWS ? 1 : in_lanes() ? 2 : 0; }
     int64_t kind() const { return (packing - 1) % IN_LANES + 1; }  // without what was added
 };
 
