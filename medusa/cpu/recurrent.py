@@ -32,6 +32,9 @@ class _Drafting(ctypes.Structure):
 class RecurrentWeights:
     """Weights of frozen heads, of the base's embeddings and of its output layer, in the layout of the kernel.
 
+    Where rows meet packed weights as whole numbers, weights are rounded to 8 bits: half the bytes to read for each
+    level. Which tokens are drafted may change in near ties, and no text.
+
     Args:
         blocks: ``ResidualBlock``s: ``inner`` [I, 2 D] and ``outer`` [D, I].
         fusion: [D, F - D]; None if there are no feature layers.
@@ -47,21 +50,27 @@ class RecurrentWeights:
         ids: Tensor,
     ) -> None:
         pairs = [(block.inner, block.outer) for block in blocks]
-        layers = zip(*((LinearStruct.of(layer.weight, layer.bias) for layer in pair) for pair in pairs), strict=True)
+        self._dtype, self._alive = pairs[0][0].weight.dtype, [ids]
+        layers = zip(*((self._struct(layer.weight, layer.bias) for layer in pair) for pair in pairs), strict=True)
         self._into, self._out_of = ((LinearStruct * len(pairs))(*column) for column in layers)
-        inside = [parameter for pair in pairs for layer in pair for parameter in layer.parameters()]
-        tables = [one.parts if isinstance(one, Packed) else one for one in (ends.embeddings, ends.weight)]
-        tensors = [*tables, ends.bias, fusion, ids, *inside]
-        # Keep the memory alive: a module that is moved gets new memory.
-        self._alive = [tensor.detach() for tensor in tensors if tensor is not None]
+        embeddings = ends.embeddings
+        self._alive.append(embeddings.parts if isinstance(embeddings, Packed) else embeddings.detach())
         self._drafting = _Drafting(
-            number_type=native.number_type(inside[0].dtype), hidden=pairs[0][1].out_features,
+            number_type=native.number_type(self._dtype), hidden=pairs[0][1].out_features,
             inner=pairs[0][0].out_features,
             taps=0 if fusion is None else fusion.shape[1] // len(fusion), blocks=len(pairs),
-            fusion=LinearStruct() if fusion is None else LinearStruct.of(fusion), into=ctypes.addressof(self._into),
-            out_of=ctypes.addressof(self._out_of), output=struct_of(ends.weight, ends.bias),
-            embeddings=struct_of(ends.embeddings), scale=ends.scale, ids=ids.data_ptr(),
+            fusion=LinearStruct() if fusion is None else self._struct(fusion), into=ctypes.addressof(self._into),
+            out_of=ctypes.addressof(self._out_of), output=self._struct(ends.weight, ends.bias),
+            embeddings=struct_of(embeddings), scale=ends.scale, ids=ids.data_ptr(),
         )  # fmt: skip
+
+    def _struct(self, weight: Tensor | Packed, bias: Tensor | None = None) -> LinearStruct:
+        """A layer; its memory is kept alive, because a module that is moved gets new memory."""
+        if isinstance(weight, Tensor) and self._dtype == DTYPE and native.rows_are_whole():
+            weight = Packed.rounded(weight.detach()).for_here()
+        tensors = [weight.parts if isinstance(weight, Packed) else weight, bias]
+        self._alive += [tensor.detach() for tensor in tensors if tensor is not None]
+        return struct_of(weight, bias)
 
     @classmethod
     def fits(cls, tables: Iterable[Tensor | Packed], *tensors: Tensor | None) -> bool:

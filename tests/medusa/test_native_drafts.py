@@ -5,9 +5,11 @@ import dataclasses
 
 import pytest
 import torch
+from torch import nn
 
 from medusa import BaseModel, HeadsConfig, MedusaModel, build_heads
-from medusa.cpu.native import available
+from medusa.cpu.native import available, rows_are_whole
+from medusa.cpu.packed import Packed
 from medusa.drafters.heads import Floors, HeadsDrafter
 from medusa.heads.frozen import freeze
 from medusa.tree import Tree
@@ -24,10 +26,15 @@ def frozen_heads(base, dtype, part=0, feature_layers=(), architecture="recurrent
     shape = {"num_layers": 2, "architecture": architecture, "feature_layers": feature_layers}
     heads = build_heads(HeadsConfig(32, 50, 3, draft_vocab_size=part, **shape))
     for parameter in heads.parameters():
-        parameter.data += 0.3 * torch.randn_like(parameter)
+        parameter.data += 0.15 * torch.randn_like(parameter)
     if part:
         heads.draft_ids.copy_(torch.randperm(50)[:part].sort().values)
-    return freeze(heads.to(dtype), base)
+    heads = heads.to(dtype)
+    if dtype == BF16 and rows_are_whole():  # as the kernel's weights are
+        for linear in [base.model.get_output_embeddings(), *heads.modules()]:
+            if isinstance(linear, nn.Linear):
+                linear.weight.data = Packed.rounded(linear.weight).expand()
+    return freeze(heads, base)
 
 
 SHAPES = pytest.mark.parametrize(

@@ -5,7 +5,7 @@
 
 #include "draw.h"
 #include "grow.h"
-#include "packed.h"
+#include "whole.h"
 #include "team.h"
 
 struct Drafting {
@@ -23,6 +23,12 @@ struct Drafting {
     const int64_t* keys;          // [batch, levels] of the noise that drafts heed; null = none
     float temperature;
     Grown grown;
+
+    int bytes() const {  // of rows, see Linear
+        int least = taps ? std::min(output.bytes(), fusion.bytes()) : output.bytes();
+        for (int64_t b = 0; b < blocks; b++) least = std::min({least, into[b].bytes(), out_of[b].bytes()});
+        return least;
+    }
 };
 
 template <class T, class W> class Draft {  // W: how weights are met

@@ -250,7 +250,7 @@ extern "C" int medusa_draft(const Drafting* at) {
         // Vectors get the weights of few rows from memory sooner than the matrix unit does. No text depends on a draft's bits.
         const bool few = at->batch * Trees(at->growth, at->batch).widest() <= FEW_DRAFTED;
         if (few && at->number_type == BFLOAT16 && at->output.packing == NUMBERS) return Draft<bf16, Plain<bf16>>{*at}();
-        as_usual(at->number_type, [&](auto number, auto how) { Draft<decltype(number), decltype(how)>{*at}(); });
+        as_usual(at->number_type, at->bytes(), [&](auto number, auto how) { Draft<decltype(number), decltype(how)>{*at}(); });
     });
 }
 
