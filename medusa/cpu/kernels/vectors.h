@@ -275,16 +275,16 @@ template <class T, int N> [[gnu::always_inline]] static inline void tanh_gelu(vf
 }
 
 // All lanes joined by an operation that does not ask for their order, or in one fixed order.
-template <int S, class Join, int... J> static inline vf joined(vf x, Join join, std::integer_sequence<int, J...>) {
+template <int S, class V, class Join, int... J> static inline V joined(V x, Join join, std::integer_sequence<int, J...>) {
     return join(x, SHUFFLE(x, x, (J ^ S)...));
 }
-template <class Join> static inline float across(vf x, Join join) {
+template <class V, class Join> static inline auto across(V x, Join join) {
     constexpr std::make_integer_sequence<int, LANES> all;
     if constexpr (LANES >= 16) x = joined<8>(x, join, all);
     if constexpr (LANES >= 8) x = joined<4>(x, join, all);
     return joined<1>(joined<2>(x, join, all), join, all)[0];
 }
-static inline float largest(vf x) { return across(x, [](vf a, vf b) { return a > b ? a : b; }); }
+template <class V> static inline auto largest(V x) { return across(x, [](V a, V b) { return a > b ? a : b; }); }
 static inline float sum(vf x) { return across(x, [](vf a, vf b) { return a + b; }); }
 
 // LANES vectors of LANES words change rows for columns.

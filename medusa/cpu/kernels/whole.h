@@ -189,14 +189,15 @@ template <int R, int BYTES, class Panel> static void panel_sums(const Panel& pan
 
 // A run's whole numbers, of which the largest has this size: a scale, and its inverse, by which they were.
 struct Scale { float one, inverse; };
-template <int BYTES> static inline Scale scale_of(float largest) {
-    if (BYTES == 1) return {largest / 127, largest > 0 ? 127 / largest : 0};
-    const int power = int(bits(largest) >> 23);  // of 2, and 127
+static inline float of_bits(int32_t bits) { float x; return std::memcpy(&x, &bits, 4), x; }
+template <int BYTES> static inline Scale scale_of(int32_t largest) {  // as its bits are
+    const int power = largest >> 23;  // of 2, and 127
     if (power == 255) return {NAN, 0};
+    if (BYTES == 1) return {of_bits(largest) / 127, largest > 0 ? 127 / of_bits(largest) : 0};
     if (power < 15) return {0, 0};  // no number of this size would change a sum
-    const auto number = [](int power) { const uint32_t bits = uint32_t(power) << 23; float x; return std::memcpy(&x, &bits, 4), x; };
-    return {number(power - 14), number(254 + 14 - power)};
+    return {of_bits((power - 14) << 23), of_bits((254 + 14 - power) << 23)};
 }
+template <int... J> static inline vf in_bytes(vf x, std::integer_sequence<int, J...>) { return SHUFFLE(x, x, (J / 4 * 4 + BYTE[J % 4])...); }
 // How a pass meets weights that are packed all of them; numbers between its layers are of type T.
 template <class T, int BYTES> struct InBytes {
     typedef Whole<BYTES> number;
@@ -207,6 +208,7 @@ template <class T, int BYTES> struct InBytes {
     static constexpr int64_t rows(int64_t count) { return count; }
 
     static void arrange(const float* numbers, int64_t in, number* to, int64_t room, int64_t row, int64_t column) {
+        constexpr std::make_integer_sequence<int, LANES> all;
         constexpr int LARGEST = 127 * 257;  // whose lower byte has a sign too
         to += row * room + column / RUN;
         for (int64_t k = 0; k < in; k += RUN, to++) {
@@ -214,11 +216,11 @@ template <class T, int BYTES> struct InBytes {
             vi most = {};
             UNROLLED for (int i = 0; i < RUN / LANES; i++) {
                 const int64_t from = k + i * LANES, left = in - from;
-                parts[i] = left > 0 ? wide(numbers + from, int(std::min<int64_t>(LANES, left))) : vf{};
+                parts[i] = in_bytes(left > 0 ? wide(numbers + from, int(std::min<int64_t>(LANES, left))) : vf{}, all);
                 const vi size = vi(parts[i]) & 0x7fffffff;  // as its bits are: what is no number is larger than all numbers
                 most = size > most ? size : most;
             }
-            const Scale scale = scale_of<BYTES>(largest(vf(most)));
+            const Scale scale = scale_of<BYTES>(largest(most));
             vi halves[2] = {};
             UNROLLED for (int i = 0; i < RUN / LANES; i++) {  // added to 1.5 * 2^23, a number loses what is behind its point
                 vi whole = __builtin_convertvector((parts[i] * splat(scale.inverse) + splat(12582912.f)) - splat(12582912.f), vi);
@@ -227,9 +229,7 @@ template <class T, int BYTES> struct InBytes {
                 store(to->numbers[0] + i * LANES, __builtin_convertvector(whole, vb));
                 if (BYTES > 1) store(to->numbers[BYTES - 1] + i * LANES, __builtin_convertvector((whole + 128) >> 8, vb));
             }
-            for (auto& bytes : to->numbers)
-                for (int i = 0; i < RUN; i += 4) std::swap(bytes[i + BYTE[1]], bytes[i + BYTE[2]]);
-            const float sums[] = {sum(floats(halves[0])), sum(floats(halves[1]))};
+            const v4 sums = added(floats(halves[0]), floats(halves[1]), vf{}, vf{});
             to->scale = scale.one, to->total = scale.one * (sums[0] + sums[1]);
             for (int half = 0; half < 2; half++) to->start[half] = -ZERO * int32_t(sums[half]);
         }
