@@ -116,10 +116,8 @@ def test_a_second_ctrl_c_ends_a_busy_process_without_a_traceback(speaker, tmp_pa
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
     while not (found := re.search(r"ready at (http://\S+)", process.stderr.readline())):
         assert process.poll() is None, "it ends before it is ready"
-    body = {"model": "small", "prompt": [5], "max_tokens": 200, "stream": True, "ignore_eos": True}
-    body["speculation"] = {"nodes": 1}
-    with suppress(httpx.HTTPError), httpx.stream("POST", f"{found[1]}/v1/completions", json=body) as response:
-        next(response.iter_lines())
+    with suppress(httpx.HTTPError), streaming(found[1], speculation={"nodes": 1}) as lines:
+        next(lines)  # an iterator that nobody holds would close the connection, and so end the request
         process.send_signal(signal.SIGINT)
         while "a second Ctrl-C" not in process.stderr.readline():
             assert process.poll() is None, "it ends at once"
