@@ -72,12 +72,13 @@ def processor_name() -> str:
 
 
 def avoids_bfloat16() -> bool:
-    """Whether vectors multiply floats faster than numbers of bfloat16: those of Intel do; a matrix unit beats both."""
-    return "GenuineIntel" in (linux_says("vendor_id") or "") and "amx_tile" not in processor().split()
+    """Whether vectors could multiply bfloat16, and floats are faster: so it is with Intel. A matrix unit beats both."""
+    has = processor().split()
+    return "GenuineIntel" in (linux_says("vendor_id") or "") and "avx512_bf16" in has and "amx_tile" not in has
 
 
 def able() -> Iterable[Flavour]:
-    """The flavours that this processor can execute; those with more features come first."""
+    """The flavours that this processor can execute and does not avoid; those with more features come first."""
     has = set(processor().split()) - ({"avx512_bf16"} if avoids_bfloat16() else set())
     return (flavour for flavour in FLAVOURS.get(platform.machine(), ()) if has.issuperset(flavour.needs.split()))
 

@@ -32,8 +32,8 @@ class _Drafting(ctypes.Structure):
 class RecurrentWeights:
     """Weights of frozen heads, of the base's embeddings and of its output layer, in the layout of the kernel.
 
-    Where rows meet packed weights as whole numbers, weights are rounded to 8 bits: half the bytes to read for each
-    level. Which tokens are drafted may change in near ties, and no text.
+    Where rows meet packed weights as whole numbers, copies of weights are rounded to 8 bits: half the bytes to read for
+    each level. Drafts may change, no text does. A whole vocabulary's output layer is not copied.
 
     Args:
         blocks: ``ResidualBlock``s: ``inner`` [I, 2 D] and ``outer`` [D, I].
@@ -54,19 +54,20 @@ class RecurrentWeights:
         layers = zip(*((self._struct(layer.weight, layer.bias) for layer in pair) for pair in pairs), strict=True)
         self._into, self._out_of = ((LinearStruct * len(pairs))(*column) for column in layers)
         embeddings = ends.embeddings
+        whole = len(ids) == (embeddings.outputs if isinstance(embeddings, Packed) else len(embeddings))
         self._alive.append(embeddings.parts if isinstance(embeddings, Packed) else embeddings.detach())
         self._drafting = _Drafting(
             number_type=native.number_type(self._dtype), hidden=pairs[0][1].out_features,
             inner=pairs[0][0].out_features,
             taps=0 if fusion is None else fusion.shape[1] // len(fusion), blocks=len(pairs),
             fusion=LinearStruct() if fusion is None else self._struct(fusion), into=ctypes.addressof(self._into),
-            out_of=ctypes.addressof(self._out_of), output=self._struct(ends.weight, ends.bias),
+            out_of=ctypes.addressof(self._out_of), output=self._struct(ends.weight, ends.bias, as_it_is=whole),
             embeddings=struct_of(embeddings), scale=ends.scale, ids=ids.data_ptr(),
         )  # fmt: skip
 
-    def _struct(self, weight: Tensor | Packed, bias: Tensor | None = None) -> LinearStruct:
+    def _struct(self, weight: Tensor | Packed, bias: Tensor | None = None, as_it_is: bool = False) -> LinearStruct:
         """A layer; its memory is kept alive, because a module that is moved gets new memory."""
-        if isinstance(weight, Tensor) and self._dtype == DTYPE and native.rows_are_whole():
+        if isinstance(weight, Tensor) and not as_it_is and self._dtype == DTYPE and native.rows_are_whole():
             weight = Packed.rounded(weight.detach()).for_here()
         tensors = [weight.parts if isinstance(weight, Packed) else weight, bias]
         self._alive += [tensor.detach() for tensor in tensors if tensor is not None]

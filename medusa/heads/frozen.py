@@ -11,7 +11,7 @@ from medusa.heads.base import DraftHeads, Vocabulary
 def freeze(heads: DraftHeads, vocabulary: Vocabulary, layers: Sequence[int] = ()) -> DraftHeads:
     """A copy of the heads that drafts faster and computes the same; it shares their memory, and they are not changed.
 
-    On a CPU our kernels compute the linear layers.
+    On a CPU our kernels compute the linear layers, for some processors with copies of the weights in 8 bits.
 
     Args:
         heads: Heads on the base's device and in its dtype.

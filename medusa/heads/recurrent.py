@@ -45,7 +45,7 @@ class RecurrentHeads(DraftHeads):
             weight = weight.rows(ids) if isinstance(weight, Packed) else weight[ids]
             bias = None if bias is None else bias[ids]
         elif isinstance(weight, Packed):
-            weight = weight.for_here()  # states of heads are not rounded
+            weight = weight.for_here()  # states of heads are not rounded to 8 bits
         self.native = RecurrentWeights(self.blocks, fusion, ends._replace(weight=weight, bias=bias), ids)
 
     def forward(self, hidden_MF: Tensor, path_MK: Tensor, vocabulary: Vocabulary, *_: Tensor | None) -> Tensor:

@@ -31,7 +31,7 @@ def frozen_heads(base, dtype, part=0, feature_layers=(), architecture="recurrent
         heads.draft_ids.copy_(torch.randperm(50)[:part].sort().values)
     heads = heads.to(dtype)
     if dtype == BF16 and rows_are_whole():  # as the kernel's weights are
-        for linear in [base.model.get_output_embeddings(), *heads.modules()]:
+        for linear in [*heads.modules(), *([base.model.get_output_embeddings()] if part else [])]:
             if isinstance(linear, nn.Linear):
                 linear.weight.data = Packed.rounded(linear.weight).expand()
     return freeze(heads, base)

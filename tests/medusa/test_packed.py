@@ -99,6 +99,21 @@ def test_weights_of_groups(bits, group):
     check_sums(packed, weight)
 
 
+@pytest.mark.parametrize("kind", ["Q4_1", "Q6_K", "Q8_0", "MXFP4"])
+def test_rows_of_any_size(kind):
+    """Results grow with rows, a row without numbers gives none, and other rows do not see it."""
+    layer = PackedLinear(Packed.of(torch.from_numpy(quantised(kind, 40, 512)[0]), kind))
+    rows = torch.randn(3, 512).bfloat16()
+    expected = layer(rows)
+    for power in (-60, -30, 30, 90):
+        assert torch.equal(layer(rows * 2.0**power), expected * 2.0**power)
+    assert layer(torch.zeros_like(rows)).count_nonzero() == 0
+    for odd in (torch.nan, torch.inf):
+        rows[1, 70] = odd
+        found = layer(rows)
+        assert torch.equal(found[::2], expected[::2]) and not found[1].isfinite().any()
+
+
 def test_outputs_of_a_packed_layer_become_layers():
     packed = Packed.of(torch.from_numpy(quantised("Q4_K", 100, 256)[0]), "Q4_K")
     parts = packed.split([32, 48, 20])

@@ -21,6 +21,7 @@ struct Mixture {
 
     int64_t hidden() const { return gate_up.in; }
     int64_t inner() const { return down.in; }
+    int bytes() const { return std::max(gate_up.bytes(), down.bytes()); }
 };
 
 // The experts whose probabilities are largest for a row with these scores, of equal ones those that come first, and its shares.

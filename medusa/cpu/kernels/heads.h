@@ -25,9 +25,9 @@ struct Drafting {
     Grown grown;
 
     int bytes() const {  // of rows, see Linear
-        int least = taps ? std::min(output.bytes(), fusion.bytes()) : output.bytes();
-        for (int64_t b = 0; b < blocks; b++) least = std::min({least, into[b].bytes(), out_of[b].bytes()});
-        return least;
+        int most = std::max(output.bytes(), fusion.bytes());
+        for (int64_t b = 0; b < blocks; b++) most = std::max({most, into[b].bytes(), out_of[b].bytes()});
+        return most;
     }
 };
 

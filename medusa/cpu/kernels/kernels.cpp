@@ -33,7 +33,7 @@ template <class Use> static void as_usual(int64_t number_type, Use run) {
 template <class Use> static void as_usual(int64_t number_type, int bytes, Use run) {
     if (bytes == 1) return with_number(number_type, [&](auto number) { run(number, InBytes<decltype(number), 1>()); });
     if constexpr (FAST)
-        if (bytes == 2) return run(bf16(), InBytes<bf16, 2>());
+        if (bytes == 2) return run(bf16(), InBytes<bf16, 2>());  // no other type has packed weights and rows of numbers
     as_usual(number_type, run);
 }
 
@@ -140,7 +140,7 @@ extern "C" int medusa_pass(const Pass* pass) {
 
 extern "C" int medusa_experts(const Visits* at) {
     return outcome([&] {
-        as_usual(at->number_type, std::min(at->mixture.gate_up.bytes(), at->mixture.down.bytes()), [&](auto number, auto how) { mix<decltype(number), decltype(how)>(*at); });
+        as_usual(at->number_type, at->mixture.bytes(), [&](auto number, auto how) { mix<decltype(number), decltype(how)>(*at); });
     });
 }
 
@@ -247,10 +247,12 @@ constexpr int64_t FEW_DRAFTED = 4;  // rows of a level
 
 extern "C" int medusa_draft(const Drafting* at) {
     return outcome([&] {
+        if constexpr (FAST)
+            if (at->bytes() == 2) return Draft<bf16, InBytes<bf16, 2>>{*at}();
         // Vectors get the weights of few rows from memory sooner than the matrix unit does. No text depends on a draft's bits.
         const bool few = at->batch * Trees(at->growth, at->batch).widest() <= FEW_DRAFTED;
         if (few && at->number_type == BFLOAT16 && at->output.packing == NUMBERS) return Draft<bf16, Plain<bf16>>{*at}();
-        as_usual(at->number_type, at->bytes(), [&](auto number, auto how) { Draft<decltype(number), decltype(how)>{*at}(); });
+        as_usual(at->number_type, [&](auto number, auto how) { Draft<decltype(number), decltype(how)>{*at}(); });
     });
 }
 

@@ -1,5 +1,5 @@
-// Linear layers over packed weights where there is no matrix unit and products of bytes are not fast (whole.h) or other
-// weights of the pass are not packed, and how a pass meets weights as they are.
+// Linear layers over packed weights where there is neither a matrix unit nor products of bytes (whole.h), and how a pass meets
+// weights as they are.
 //
 // No weight is rounded: whole numbers meet a row's numbers, and the sum over half a run is multiplied by its factor. A vector
 // holds inputs of LANES outputs. Every sum is one chain along `in`, whatever rows stand beside it.

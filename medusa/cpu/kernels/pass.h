@@ -52,15 +52,13 @@ struct Pass {
     void *const *keys, *const *values;  // of each layer, [blocks, size, kv heads, D]
     const Memory* memories;             // of each layer, or null: none is recurrent
 
-    // Of rows, see Linear: where not all weights are packed, rows are not whole numbers.
-    int bytes() const {
-        int least = 2;
+    int bytes() const {  // of rows, see Linear
+        int most = 0;
         for (const Block* block = blocks; block != blocks + layers; block++) {
-            for (const Linear* linear = &block->query; linear <= &block->down; linear++)
-                if (linear->outputs) least = std::min(least, linear->bytes());
-            if (block->mixture) least = std::min({least, block->mixture->gate_up.bytes(), block->mixture->down.bytes()});
+            for (const Linear* linear = &block->query; linear <= &block->down; linear++) most = std::max(most, linear->bytes());
+            if (block->mixture) most = std::max(most, block->mixture->bytes());
         }
-        return least;
+        return most;
     }
 };
 

@@ -11,7 +11,7 @@ constexpr int64_t RUN = 32;                   // numbers along `in` that share a
 constexpr int64_t PACKED_AHEAD = 4096;        // bytes that are on their way
 
 enum Packing : int64_t { NUMBERS, SIMPLE_FOUR, SIMPLE_FIVE, SIMPLE_EIGHT, SUPER_FOUR, SUPER_FIVE, SUPER_EIGHT, GROUP_FOUR, GROUP_EIGHT, MX_FOUR };
-// Added to a packing: its numbers stand as vectors of outputs take them; rows that meet it are rounded too (whole.h).
+// Added to a packing: its numbers stand as vectors of outputs take them; rows that meet it are rounded to 8 bits (whole.h).
 constexpr int64_t IN_LANES = 16, ROUNDED_ROWS = 2 * IN_LANES;
 
 struct Linear {

@@ -4,7 +4,7 @@
 // stay what they are: a run's sum is that of the products of whole numbers, which are exact, times both scales. So sums
 // do not depend on the instructions, and a row's do not depend on the rows beside it. Whole numbers have
 //   two bytes  the scale is a power of 2, so that numbers of bfloat16 are what they were down to a 128th of the run's
-//              largest; what is smaller is off by at most a 2^16th of it, where bfloat16 has that number to a 2^9th
+//              largest; what is smaller is off by at most a 2^15th of it, which bfloat16 itself holds to a 2^8th
 //   one byte   LOSSY, see medusa/cpu/int8.py
 //
 // A vector holds four inputs of each of LANES outputs. The processor multiplies unsigned bytes by signed ones: weights of 8
@@ -15,7 +15,7 @@
 
 constexpr int ZERO = 128, ZERO_OF_SIX = ZERO >> 2, ZERO_OF_E2M1 = ZERO >> 3;
 template <int BYTES> constexpr int WHOLE_ROWS = LANES == 16 ? 8 : 5 - BYTES;  // whose sums are in registers
-constexpr int NEAR_BYTES_OF_ROWS = 16;  // rows that stay near while weights pass by
+constexpr int NEAR_WHOLE = 16;  // rows that stay near while weights pass by
 
 // A run of a row.
 template <int BYTES> struct alignas(16) Whole {
@@ -198,7 +198,8 @@ template <int BYTES> static inline Scale scale_of(int32_t largest) {  // as its 
     return {of_bits((power - 14) << 23), of_bits((254 + 14 - power) << 23)};
 }
 template <int... J> static inline vf in_bytes(vf x, std::integer_sequence<int, J...>) { return SHUFFLE(x, x, (J / 4 * 4 + BYTE[J % 4])...); }
-// How a pass meets weights that are packed all of them; numbers between its layers are of type T.
+
+// How a pass meets packed weights; numbers between its layers are of type T. Rows of two bytes meet others too, as numbers.
 template <class T, int BYTES> struct InBytes {
     typedef Whole<BYTES> number;
     static constexpr bool MATRIX_UNIT = false;
@@ -221,6 +222,7 @@ template <class T, int BYTES> struct InBytes {
                 most = size > most ? size : most;
             }
             const Scale scale = scale_of<BYTES>(largest(most));
+            if (std::isnan(scale.one)) UNROLLED for (vf& part : parts) part = vf{};
             vi halves[2] = {};
             UNROLLED for (int i = 0; i < RUN / LANES; i++) {  // added to 1.5 * 2^23, a number loses what is behind its point
                 vi whole = __builtin_convertvector((parts[i] * splat(scale.inverse) + splat(12582912.f)) - splat(12582912.f), vi);
@@ -235,13 +237,33 @@ template <class T, int BYTES> struct InBytes {
         }
     }
 
+    // A row's numbers.
+    static void numbers_of(const number* x, int64_t in, float* to) {
+        constexpr std::make_integer_sequence<int, LANES> all;
+        for (int64_t k = 0; k < in; k += RUN, x++)
+            UNROLLED for (int i = 0; i < RUN; i += LANES) {
+                const vi low = __builtin_convertvector(load<vb>(x->numbers[0] + i), vi), high = __builtin_convertvector(load<vb>(x->numbers[BYTES - 1] + i), vi);
+                put(in_bytes(floats(low + (high << 8)) * splat(x->scale), all), to + k + i);
+            }
+    }
+
     // Outputs first .. last of all rows.
     template <class O>
     static void linear(const Linear& at, const number* x, int64_t rows, O out, int64_t stride, int64_t first, int64_t last) {
+        if (BYTES > 1 && at.packing == NUMBERS) {
+            thread_local Buffer<float> row;
+            thread_local Buffer<::number<T>> numbers;
+            grow(row, room(at.in) * RUN), grow(numbers, rows * Plain<T>::room(at.in));
+            for (int64_t r = 0; r < rows; r++) {
+                numbers_of(x + r * room(at.in), at.in, row.data());
+                Plain<T>::arrange(row.data(), at.in, numbers.data(), Plain<T>::room(at.in), r, 0);
+            }
+            return Plain<T>::linear(at, numbers.data(), rows, out, stride, first, last);
+        }
         constexpr int MOST = WHOLE_ROWS<BYTES>;
         const int64_t room = InBytes::room(at.in);
         alignas(64) float sums[MOST * STRIP + LANES];
-        in_groups(rows, NEAR_BYTES_OF_ROWS, room * RUN, PANEL, first, last, [&](int64_t row, int64_t count, int64_t from, int64_t to) {
+        in_groups(rows, NEAR_WHOLE, room * RUN, PANEL, first, last, [&](int64_t row, int64_t count, int64_t from, int64_t to) {
             for (int64_t n = from, next; n < to; n = next) {
                 next = std::min(to, n / PANEL * PANEL + PANEL);
                 with_form(at, n / PANEL, [&](const auto& panel) {

@@ -62,8 +62,8 @@ template <class T> static void check_linear(int64_t outputs, int64_t in) {
 static float in_bytes(const bf16* row, int64_t k, int bytes) {
     float largest = 0;
     for (int64_t i = k / RUN * RUN; i < k / RUN * RUN + RUN; i++) largest = std::max(largest, std::abs(widen(row[i])));
-    const float scale = bytes == 1 ? largest / 127 : std::ldexp(1.f, std::ilogb(largest) - 14), number = widen(row[k]);
-    return bytes ? std::min<float>(std::nearbyint(bytes == 1 ? number * (127 / largest) : number / scale), 127 * 257) * scale : number;
+    const float scale = bytes == 1 ? largest / 127 : std::ldexp(1.f, (largest ? std::ilogb(largest) : 0) - 14), number = widen(row[k]);
+    return bytes && largest ? std::min<float>(std::nearbyint(bytes == 1 ? number * (127 / largest) : number / scale), 127 * 257) * scale : number;
 }
 template <class Outputs>
 static void check_lanes(const Linear& at, const std::vector<double>& weight, const std::vector<bf16>& x, int bytes, double share, double error, Outputs outputs_of) {
@@ -95,7 +95,7 @@ static void check_lanes(const Linear& packed, const std::vector<bf16>& weight, c
     REQUIRE(medusa_expand(2, &lanes, expanded.data()) == DONE && expanded == weight);
     const auto ours = [&](const Linear& at) { return [&](int threads, int64_t first, int64_t rows) { return outputs_of(at, x, threads, first, rows); }; };
     if (std::strncmp(medusa_flavour(), "AMX", 3)) check_lanes(lanes, exact, x, FAST ? 2 : 0, 0.004, 2e-6, ours(lanes));
-    check_lanes(lanes, exact, x, 0, 0.004, 2e-6, [&](int threads, int64_t first, int64_t rows) {  // beside weights that are not packed
+    check_lanes(lanes, exact, x, 0, 0.004, 2e-6, [&](int threads, int64_t first, int64_t rows) {  // without products of bytes
         std::vector<bf16> out(rows * outputs);
         whole_linear<bf16, Plain<bf16>>(threads, lanes, rows, x.data() + first * in, out.data());
         return out;
@@ -149,6 +149,15 @@ static void check_packing(Packing packing, int64_t outputs, int64_t in) {
             const auto ours = outputs_of(packed, x, threads, 0, rows), theirs = outputs_of(plain, x, threads, 0, rows);
             REQUIRE(rows == 0 || !std::memcmp(ours.data(), theirs.data(), ours.size() * sizeof(bf16)));
         }
+    if constexpr (FAST) {  // beside packed weights
+        std::vector<double> numbers(weight.size());
+        for (size_t i = 0; i < weight.size(); i++) numbers[i] = widen(weight[i]);
+        check_lanes(plain, numbers, x, 2, 0.004, 2e-6, [&](int threads, int64_t first, int64_t rows) {
+            std::vector<bf16> out(rows * outputs);
+            whole_linear<bf16, InBytes<bf16, 2>>(threads, plain, rows, x.data() + first * in, out.data());
+            return out;
+        });
+    }
     check_lanes(packed, weight, exact, x, parts.size());
 }
 static void check_packed(int64_t outputs, int64_t in) {
