@@ -103,11 +103,12 @@ def test_log_probabilities_are_told_where_they_are_asked_for(client):
     asked = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
     whole = respond(client, **asked).output[0].content[0]
     expected = chat(client, logprobs=True, top_logprobs=2).choices[0].logprobs.content
-    assert [each.logprob for each in whole.logprobs] == [each.logprob for each in expected]
+    # Requests may have trees of other sizes, and the heads' base here is not exact.
+    assert [each.logprob for each in whole.logprobs] == pytest.approx([each.logprob for each in expected], abs=1e-5)
     assert all(len(each.top_logprobs) == 2 for each in whole.logprobs)
     events = list(respond(client, stream=True, **asked))
     told = [each for event in events if event.type == "response.output_text.delta" for each in event.logprobs]
-    assert [each.logprob for each in told] == [each.logprob for each in whole.logprobs]
+    assert [each.logprob for each in told] == pytest.approx([each.logprob for each in whole.logprobs], abs=1e-5)
     assert respond(client).output[0].content[0].logprobs == []
 
 
