@@ -159,8 +159,8 @@ def hub(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["Q4_1", "Q8_0", "F16"])
-@pytest.mark.parametrize("family", ["qwen35", "qwen35moe", "lfm2"])
-def test_hybrid_models(family, kind, tokenizer, tmp_path, monkeypatch, caplog):
+@pytest.mark.parametrize(("family", "first"), [("qwen35", 28), ("qwen35moe", 74), ("lfm2", 78)])
+def test_hybrid_models(family, first, kind, tokenizer, tmp_path, monkeypatch, caplog):
     """Numbers are those that transformers computes in float32, rounded once; in 16 bits it rounds more often."""
     file = write_hybrid(tmp_path / "small.gguf", family, tokenizer, kind)
     whole = expanded(file, torch.float32)
@@ -175,12 +175,11 @@ def test_hybrid_models(family, kind, tokenizer, tmp_path, monkeypatch, caplog):
     # Heads of values take turns in the file, so columns of one layer have other places in it.
     others = {"NativeLinear"} if family != "lfm2" or kind == "F16" else set()
     assert matrices == others | ({"PackedLinear"} if kind != "F16" else set())
-    text = [5, 6, 7, 8, 5, 6]
+    text = [first, 6, 7, 8, first, 6]  # of its next tokens none is nearly tied with another
     with torch.inference_mode():
-        ours, theirs = (one(torch.tensor([text])).logits.float() for one in (base.model, whole))
-    assert (ours - theirs).norm() < 0.15 * theirs.norm()  # random experts change places in near ties
-    plain = model.generate(text, max_new_tokens=5, nodes=1)
-    assert model.generate(text, max_new_tokens=5, drafter="prompt-lookup", nodes=4).tokens == plain.tokens
+        expected = whole.generate(torch.tensor([text]), max_new_tokens=5, do_sample=False, pad_token_id=0)[0, 6:]
+    output = model.generate(text, max_new_tokens=5, drafter="prompt-lookup", nodes=4)
+    assert output.tokens == expected.tolist()
     experts = [part for part in base.model.modules() if isinstance(part, PackedExperts)]
     assert len(experts) == (4 if family == "qwen35moe" and kind != "F16" else 0)
     if family != "lfm2":

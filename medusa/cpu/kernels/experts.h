@@ -2,9 +2,9 @@
 #pragma once
 #include <stdexcept>
 
-#include "whole.h"
 #include "team.h"
 #include "tiles.h"
+#include "whole.h"
 
 struct Mixture {
     Linear gate_up, down;  // of all experts, one after the other: [experts * 2 inner, hidden], [experts * hidden, inner]

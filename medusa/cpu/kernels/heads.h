@@ -5,8 +5,8 @@
 
 #include "draw.h"
 #include "grow.h"
-#include "whole.h"
 #include "team.h"
+#include "whole.h"
 
 struct Drafting {
     int64_t number_type, threads, batch, hidden, taps, inner, blocks;

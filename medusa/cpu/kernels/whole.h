@@ -250,7 +250,7 @@ template <class T, int BYTES> struct InBytes {
     // Outputs first .. last of all rows.
     template <class O>
     static void linear(const Linear& at, const number* x, int64_t rows, O out, int64_t stride, int64_t first, int64_t last) {
-        if (BYTES > 1 && at.packing == NUMBERS) {
+        if constexpr (BYTES > 1) if (at.packing == NUMBERS) {
             thread_local Buffer<float> row;
             thread_local Buffer<::number<T>> numbers;
             grow(row, room(at.in) * RUN), grow(numbers, rows * Plain<T>::room(at.in));
