@@ -83,6 +83,8 @@ class Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Begin the shutdown; a second Ctrl-C exits at once, without tracebacks of open connections."""
         if self.should_exit and sig == signal.SIGINT:
-            logger.info("ended at once")
-            os._exit(128 + sig)
+            try:
+                logger.info("ended at once")
+            finally:  # the message fails where the signal interrupts the writing of another one
+                os._exit(128 + sig)
         super().handle_exit(sig, frame)

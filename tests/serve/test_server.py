@@ -11,8 +11,9 @@ from pathlib import Path
 
 import httpx
 import pytest
+from fastapi import FastAPI
 
-from medusa.serve.listening import bind, url
+from medusa.serve.listening import Server, bind, url
 from medusa.serve.server import main
 from tests.serve.live import serving
 
@@ -86,6 +87,23 @@ def test_a_second_ctrl_c_does_not_wait_for_the_drain(speaker, monkeypatch):
             live.server.force_exit = True
             with suppress(httpx.HTTPError):
                 assert "[DONE]" not in list(lines)[-1]
+
+
+def test_a_second_ctrl_c_that_interrupts_a_message_ends_the_process_too(monkeypatch):
+    def reentrant(*_):
+        raise RuntimeError("reentrant call inside <_io.BufferedWriter name='<stderr>'>")
+
+    def end(status):
+        raise SystemExit(status)
+
+    monkeypatch.setattr("medusa.serve.listening.logger.info", reentrant)
+    monkeypatch.setattr("os._exit", end)
+    with bind("127.0.0.1", 0) as listening:
+        server = Server(FastAPI(), listening, drain=60)
+        server.handle_exit(signal.SIGINT, None)
+        with pytest.raises(SystemExit) as ended:
+            server.handle_exit(signal.SIGINT, None)
+    assert ended.value.code == 130
 
 
 @pytest.mark.slow
