@@ -124,7 +124,8 @@ def has_tiles() -> bool:
 @cache
 def rows_are_whole() -> bool:
     """Whether rows that meet packed weights are brought to whole numbers of 16 bits (``kernels/whole.h``)."""
-    return available() and b" and VNNI" in kernels().medusa_flavour()
+    flavour = kernels().medusa_flavour() if available() else b""
+    return flavour.startswith(b"AVX2") or b" and VNNI" in flavour
 
 
 @cache

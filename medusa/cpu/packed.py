@@ -2,9 +2,9 @@
 
 This is lossless: drafted text is that of plain decoding, bit by bit. With a matrix unit (AMX) each weight is expanded
 to the bfloat16 value that an expanded model has, and sums are equal bit by bit (kernels/tiles.h). Other processors do
-not round weights at all: their sums are those of the file's integers and scales in float32 (kernels/packed.h). Those
-that multiply bytes (VNNI) meet them with rows as integers of 16 bits, which hold what matters of bfloat16
-(kernels/whole.h). A row's result does not depend on other rows in any case.
+not round weights at all: their sums are those of the file's integers and scales in float32 (kernels/packed.h). Where
+integers are multiplied faster than floats (AVX2, VNNI) rows are integers of 16 bits, which hold what matters of
+bfloat16 (kernels/whole.h). A row's result does not depend on other rows in any case.
 
 Legend: O outputs, I inputs, P panels of 16 outputs, K runs of 32 inputs, B blocks of runs, F factors, C codes.
 """

@@ -24,8 +24,6 @@ COMPILERS = {
 """What installs a compiler, by what installs packages."""
 QUICK = ("AMX", "AVX512-BF16", "NEON with bfloat16")
 """Flavours of the kernels whose processor multiplies bfloat16 itself."""
-BYTES = "VNNI"
-"""In flavours whose processor multiplies bytes, so that packed weights are not widened."""
 CUDA_WHEELS = "https://download.pytorch.org/whl/cu130"
 SECONDS = 1.0
 """How long memory is read to measure its bandwidth."""
@@ -104,7 +102,7 @@ def kernels() -> Finding:
             "kernels", "ok", f"{flavour}: bfloat16 at the memory's speed, trees cost little", figures=figures
         )
     says = f"{flavour}: weights of 16 bits are widened to 32, so only small trees pay"
-    if BYTES in flavour:
+    if native.rows_are_whole():
         says += "; packed weights (GGUF, GPTQ, AWQ) are not, and are twice as fast"
     return Finding("kernels", "slow", says, "medusa bench step --base smollm2", figures)
 

@@ -35,8 +35,6 @@ static inline vf input(const E2M1Lanes& all, int v, int i) {
     const vu bits = bits_from(all.pairs[i / 4 % 4], v, i, i / 16 * 4);
 #ifdef __AVX512F__
     return vf(_mm512_permutexvar_ps(__m512i(bits), __m512(vf{0, 1, 2, 3, 4, 6, 8, 12, -0.f, -1, -2, -3, -4, -6, -8, -12})));
-#elif defined(__AVX2__)
-    return vf(vu(_mm256_permutevar8x32_ps(__m256(vf{0, 1, 2, 3, 4, 6, 8, 12}), __m256i(bits))) | (bits & 8) << 28);
 #else
     return vf(vu(floats(size_of_e2m1(vi(bits & 7)))) | (bits & 8) << 28);
 #endif

@@ -9,24 +9,36 @@
 //
 // A vector holds four inputs of each of LANES outputs. The processor multiplies unsigned bytes by signed ones: weights of 8
 // bits are ZERO too large, and their sums start at minus ZERO times the row's numbers. Two bytes of a number are signed
-// both, and meet weights one after the other.
+// both, and meet weights one after the other; or they meet weights of two bytes (pairs.h).
 #pragma once
-#include "packed.h"
+#include "pairs.h"
 
 constexpr int ZERO = 128, ZERO_OF_SIX = ZERO >> 2, ZERO_OF_E2M1 = ZERO >> 3;
-template <int BYTES> constexpr int WHOLE_ROWS = LANES == 16 ? 8 : 5 - BYTES;  // whose sums are in registers
+template <int BYTES> constexpr int BYTE_ROWS = LANES == 16 ? 8 : 5 - BYTES;  // whose sums are in registers
 constexpr int NEAR_WHOLE = 16;  // rows that stay near while weights pass by
 
 // A run of a row.
 template <int BYTES> struct alignas(16) Whole {
+    typedef int8_t some __attribute__((vector_size(LANES)));
     int8_t numbers[BYTES][RUN];  // the lower bytes first; in the order of BYTE
     float scale, total;          // of a 1; of all numbers
     int32_t start[2];            // of sums over either half, with weights that are ZERO too large
+
+    static vf ordered(vf numbers) { return ordered(numbers, std::make_integer_sequence<int, LANES>()); }
+    template <int... J> static vf ordered(vf x, std::integer_sequence<int, J...>) { return SHUFFLE(x, x, (J / 4 * 4 + BYTE[J % 4])...); }
+    void set(int i, vi whole) {
+        store(numbers[0] + i, __builtin_convertvector(whole, some));
+        if (BYTES > 1) store(numbers[BYTES - 1] + i, __builtin_convertvector((whole + 128) >> 8, some));
+    }
+    vi get(int i) const {
+        return __builtin_convertvector(load<some>(numbers[0] + i), vi) + (__builtin_convertvector(load<some>(numbers[BYTES - 1] + i), vi) << 8);
+    }
+    void add_up(float first, float last) {  // all numbers of either half
+        total = scale * (first + last);
+        start[0] = -ZERO * int32_t(first), start[1] = -ZERO * int32_t(last);
+    }
 };
 
-typedef int8_t vb __attribute__((vector_size(LANES)));
-typedef uint8_t vbytes __attribute__((vector_size(4 * LANES)));
-typedef int16_t vs __attribute__((vector_size(4 * LANES)));
 template <class W> static inline vi add_signed(vi sum, W weights, vi four);
 
 // Adds products of unsigned bytes and four signed ones, each to its lane. Where no instruction adds up all four, sums are
@@ -46,7 +58,7 @@ static inline Products meet(Products sum, vbytes weights, vi four) {
 static inline vi whole(Products sum) { return sum; }
 #elif defined(__AVX512BW__) || (defined(__AVX2__) && !defined(__AVX512F__))
 #define VNNI ""
-constexpr bool SHORT = true, FAST = false;
+constexpr bool SHORT = true, FAST = IN_PAIRS;
 typedef vs Products;
 static inline Products meet(Products sum, vbytes weights, vi four) {
 #ifdef __AVX512BW__
@@ -94,17 +106,7 @@ static inline vbytes weights(const FiveLanes& all, int v, int g) {
     return weights((const FourLanes&)all, v, g) | (vbytes(g < 4 ? fifth << (4 - g) : fifth >> (g - 4)) & 16);
 }
 static inline vbytes weights(const E2M1Lanes& all, int v, int g) {  // ZERO_OF_E2M1 too large
-    const vbytes four = weights((const FourLanes&)all, v, g);
-#if defined(__AVX512BW__)
-    const __m128i twice = _mm_load_si128((const __m128i*)E2M1_TWICE);
-    return vbytes(_mm512_shuffle_epi8(_mm512_broadcast_i32x4(twice), __m512i(four))) + uint8_t(ZERO_OF_E2M1);
-#elif defined(__AVX2__) && !defined(__AVX512F__)
-    const __m128i twice = _mm_load_si128((const __m128i*)E2M1_TWICE);
-    return vbytes(_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(twice), __m256i(four))) + uint8_t(ZERO_OF_E2M1);
-#else
-    const vbytes size = size_of_e2m1(four & 7), sign = vbytes(four > 7);
-    return (size ^ sign) - sign + uint8_t(ZERO_OF_E2M1);
-#endif
+    return twice_e2m1(weights((const FourLanes&)all, v, g)) + uint8_t(ZERO_OF_E2M1);
 }
 static inline vbytes weights(const EightLanes& all, int v, int g) { return load<vbytes>(all.numbers[g][v * LANES]); }
 
@@ -197,11 +199,11 @@ template <int BYTES> static inline Scale scale_of(int32_t largest) {  // as its 
     if (power < 15) return {0, 0};  // no number of this size would change a sum
     return {of_bits((power - 14) << 23), of_bits((254 + 14 - power) << 23)};
 }
-template <int... J> static inline vf in_bytes(vf x, std::integer_sequence<int, J...>) { return SHUFFLE(x, x, (J / 4 * 4 + BYTE[J % 4])...); }
 
 // How a pass meets packed weights; numbers between its layers are of type T. Rows of two bytes meet others too, as numbers.
 template <class T, int BYTES> struct InBytes {
-    typedef Whole<BYTES> number;
+    static constexpr bool PAIRED = BYTES == 2 && IN_PAIRS;
+    typedef std::conditional_t<PAIRED, Pairs, Whole<BYTES>> number;
     static constexpr bool MATRIX_UNIT = false;
     static constexpr int64_t UNIT = RUN, OUTPUTS = PANEL;
     struct Thread { ~Thread() {} };
@@ -209,7 +211,6 @@ template <class T, int BYTES> struct InBytes {
     static constexpr int64_t rows(int64_t count) { return count; }
 
     static void arrange(const float* numbers, int64_t in, number* to, int64_t room, int64_t row, int64_t column) {
-        constexpr std::make_integer_sequence<int, LANES> all;
         constexpr int LARGEST = 127 * 257;  // whose lower byte has a sign too
         to += row * room + column / RUN;
         for (int64_t k = 0; k < in; k += RUN, to++) {
@@ -217,7 +218,7 @@ template <class T, int BYTES> struct InBytes {
             vi most = {};
             UNROLLED for (int i = 0; i < RUN / LANES; i++) {
                 const int64_t from = k + i * LANES, left = in - from;
-                parts[i] = in_bytes(left > 0 ? wide(numbers + from, int(std::min<int64_t>(LANES, left))) : vf{}, all);
+                parts[i] = number::ordered(left > 0 ? wide(numbers + from, int(std::min<int64_t>(LANES, left))) : vf{});
                 const vi size = vi(parts[i]) & 0x7fffffff;  // as its bits are: what is no number is larger than all numbers
                 most = size > most ? size : most;
             }
@@ -228,23 +229,17 @@ template <class T, int BYTES> struct InBytes {
                 vi whole = __builtin_convertvector((parts[i] * splat(scale.inverse) + splat(12582912.f)) - splat(12582912.f), vi);
                 if (BYTES > 1) whole = whole > LARGEST ? vi{} + LARGEST : whole;
                 halves[2 * i * LANES / RUN] += whole;
-                store(to->numbers[0] + i * LANES, __builtin_convertvector(whole, vb));
-                if (BYTES > 1) store(to->numbers[BYTES - 1] + i * LANES, __builtin_convertvector((whole + 128) >> 8, vb));
+                to->set(i * LANES, whole);
             }
             const v4 sums = added(floats(halves[0]), floats(halves[1]), vf{}, vf{});
-            to->scale = scale.one, to->total = scale.one * (sums[0] + sums[1]);
-            for (int half = 0; half < 2; half++) to->start[half] = -ZERO * int32_t(sums[half]);
+            to->scale = scale.one, to->add_up(sums[0], sums[1]);
         }
     }
 
     // A row's numbers.
     static void numbers_of(const number* x, int64_t in, float* to) {
-        constexpr std::make_integer_sequence<int, LANES> all;
         for (int64_t k = 0; k < in; k += RUN, x++)
-            UNROLLED for (int i = 0; i < RUN; i += LANES) {
-                const vi low = __builtin_convertvector(load<vb>(x->numbers[0] + i), vi), high = __builtin_convertvector(load<vb>(x->numbers[BYTES - 1] + i), vi);
-                put(in_bytes(floats(low + (high << 8)) * splat(x->scale), all), to + k + i);
-            }
+            UNROLLED for (int i = 0; i < RUN; i += LANES) put(number::ordered(floats(x->get(i)) * splat(x->scale)), to + k + i);
     }
 
     // Outputs first .. last of all rows.
@@ -260,15 +255,16 @@ template <class T, int BYTES> struct InBytes {
             }
             return Plain<T>::linear(at, numbers.data(), rows, out, stride, first, last);
         }
-        constexpr int MOST = WHOLE_ROWS<BYTES>;
+        constexpr int MOST = PAIRED ? PAIR_ROWS : BYTE_ROWS<BYTES>;
         const int64_t room = InBytes::room(at.in);
         alignas(64) float sums[MOST * STRIP + LANES];
         in_groups(rows, NEAR_WHOLE, room * RUN, PANEL, first, last, [&](int64_t row, int64_t count, int64_t from, int64_t to) {
+            const int64_t parts = (count + MOST - 1) / MOST, each = (count + parts - 1) / parts;
             for (int64_t n = from, next; n < to; n = next) {
                 next = std::min(to, n / PANEL * PANEL + PANEL);
                 with_form(at, n / PANEL, [&](const auto& panel) {
-                    for (int64_t r = row; r < row + count; r += MOST) {
-                        const int some = int(std::min<int64_t>(MOST, row + count - r));
+                    for (int64_t r = row; r < row + count; r += each) {
+                        const int some = int(std::min(each, row + count - r));
                         with_constant<MOST>(some, [&](auto rows) { panel_sums<decltype(rows)::value>(panel, room, x + r * room, room, sums); });
                         finish<T>(at, n, int(next - n), sums + n % PANEL, some, out + r * stride, stride);
                     }

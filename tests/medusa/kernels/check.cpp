@@ -113,7 +113,10 @@ static void check_packing(Packing packing, int64_t outputs, int64_t in) {
     const int64_t coded = CODES * PANEL * sizeof(C), size = head + in_block * (coded + sizeof(N));  // of a block
     std::vector<uint8_t> parts(panels * blocks * size);
     for (uint8_t& x : parts) x = uint8_t(generator());
-    const auto bias = numbers<bf16>(outputs), x = numbers<bf16>(40 * in);
+    const auto bias = numbers<bf16>(outputs);
+    auto x = numbers<bf16>(40 * in);
+    std::fill(&parts[head + in_block * coded], &parts[size], packing == SIMPLE_EIGHT || packing == GROUP_EIGHT ? 0x80 : 0xff);
+    std::fill(&x[0], &x[RUN], 0x3f7f);  // the largest weights meet the largest whole numbers
     const Linear packed{parts.data(), bias.data(), outputs, in, packing, in_block};
     std::vector<bf16> weight(outputs * in);
     std::vector<double> exact(outputs * in);
