@@ -128,7 +128,7 @@ class MedusaModel:
             attention: "exact", "reference", "flash" or "triton"; "auto" = the first of triton and flash that works on
                 a GPU, exact on a CPU with the C++ kernels, otherwise the reference.
             int8: LOSSY, for CPUs: round the base's linear layers to 8 bits, all but an output layer that is not
-                packed. With AVX2 decoding is about twice as fast, but the text is no longer the base's.
+                packed. It takes half the bytes of 16 bits, but the text is no longer the base's.
             load_options: More arguments for loading the base, see ``BaseModel.load``: a quantised base, or one that is
                 spread over several devices. ``{"tp_plan": "auto"}`` divides it among the processes that torchrun has
                 started (tensor parallel). The call returns in the first process only; the others compute with it until

@@ -1,8 +1,8 @@
 // Linear layers over packed weights that multiply whole numbers of bytes.
 //
 // A row comes in runs, each of which is brought to whole numbers by its own scale. Weights are packed as in weights.h and
-// stay what they are: a run's sum is that of the products of whole numbers, which are exact, times both scales. So sums
-// do not depend on the instructions, and a row's do not depend on the rows beside it. Whole numbers have
+// stay what they are: a run's sum is that of the products of whole numbers, which is exact, times both scales. A row's sums
+// do not depend on the rows beside it. Whole numbers have
 //   two bytes  the scale is a power of 2, so that numbers of bfloat16 are what they were down to a 128th of the run's
 //              largest; what is smaller is off by at most a 2^15th of it, which bfloat16 itself holds to a 2^8th
 //   one byte   LOSSY, see medusa/cpu/int8.py
