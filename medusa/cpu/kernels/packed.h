@@ -9,7 +9,7 @@
 #include "linear.h"
 
 constexpr int IN_PANEL = PANEL / LANES;          // vectors of a panel
-constexpr int PACKED_ROWS = LANES == 8 ? 5 : 8;  // whose sums are in registers
+constexpr int PACKED_ROWS = 8;           // whose sums are in registers
 #define EACH_SUM UNROLLED for (int r = 0; r < R; r++) UNROLLED for (int v = 0; v < IN_PANEL; v++)
 
 // Input i of a run, of a panel's vector v of outputs.
@@ -89,8 +89,8 @@ static void panel_sums(const Panel& panel, int64_t runs, const number<bf16>* x, 
     constexpr int HALVES = R * IN_PANEL <= 4 ? 2 : 1;  // that take turns: each sum waits for its last product
     vf sums[R][IN_PANEL] = {};
     for (int64_t run = 0; run < runs; run++) {
-        const auto* numbers = &panel.numbers(run);
-        fetch<Panel::BYTES>((const char*)numbers);
+        const auto& numbers = panel.numbers(run);
+        fetch<Panel::BYTES>((const char*)&numbers);
         const Values& values = panel.values(run);
         const number<bf16>* row[R];
         UNROLLED for (int r = 0; r < R; r++) {
@@ -102,8 +102,7 @@ static void panel_sums(const Panel& panel, int64_t runs, const number<bf16>* x, 
             UNROLLED for (int step = 0; step < RUN / 2; step += Step::COUNT) UNROLLED for (int half = 0; half < HALVES; half++) {
                 const int i = (first + half) * RUN / 2 + step;
                 typename Step::Inputs inputs[IN_PANEL];
-                if (LANES == 8 && i % 4 == 0) FORGET(numbers);  // with so few registers it would keep what it has read in memory
-                UNROLLED for (int v = 0; v < IN_PANEL; v++) inputs[v] = Step::inputs(*numbers, v, i);
+                UNROLLED for (int v = 0; v < IN_PANEL; v++) inputs[v] = Step::inputs(numbers, v, i);
                 EACH_SUM {
                     part[half][r][v] = Step::meet(part[half][r][v], inputs[v], row[r] + Step::place(i));
                     IN_REGISTER(part[half][r][v]);  // in this order: it would keep all inputs
