@@ -121,7 +121,6 @@ def has_tiles() -> bool:
     return available() and kernels().medusa_flavour().startswith(b"AMX")
 
 
-@cache
 def rows_are_whole() -> bool:
     """Whether rows that meet packed weights are brought to whole numbers of 16 bits (``kernels/whole.h``)."""
     flavour = kernels().medusa_flavour() if available() else b""

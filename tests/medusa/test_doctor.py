@@ -109,7 +109,9 @@ def test_kernels_that_do_not_build_are_slow_too(monkeypatch):
 @pytest.mark.parametrize(("flavour", "state"), [(b"AMX, OpenMP", "ok"), (b"AVX2, OpenMP", "slow"), (b"NEON", "slow")])
 def test_flavours(monkeypatch, flavour, state):
     monkeypatch.setattr(native, "kernels", lambda: SimpleNamespace(medusa_flavour=lambda: flavour))
-    assert machine.kernels().state == state
+    found = machine.kernels()
+    assert found.state == state
+    assert ("packed weights" in found.says) == flavour.startswith(b"AVX2")
 
 
 def test_a_look_that_fails_stops_no_other(monkeypatch, tmp_path, capsys):

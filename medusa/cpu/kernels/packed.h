@@ -8,7 +8,7 @@
 
 #include "linear.h"
 
-constexpr int IN_PANEL = PANEL / LANES;          // vectors of a panel
+constexpr int IN_PANEL = PANEL / LANES;  // vectors of a panel
 constexpr int PACKED_ROWS = 8;           // whose sums are in registers
 #define EACH_SUM UNROLLED for (int r = 0; r < R; r++) UNROLLED for (int v = 0; v < IN_PANEL; v++)
 
