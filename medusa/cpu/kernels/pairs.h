@@ -5,19 +5,21 @@
 #pragma once
 #include "packed.h"
 
-#if defined(__AVX2__) && !defined(__AVX512F__) && !defined(__AVXVNNI__)
-constexpr bool IN_PAIRS = true;
-#else
-constexpr bool IN_PAIRS = false;  // products of bytes take less time, or there are none of either
-#endif
-constexpr int PAIR_ROWS = 5;  // whose sums are in registers
-
 typedef int16_t vs __attribute__((vector_size(4 * LANES)));
 typedef uint16_t vus __attribute__((vector_size(4 * LANES)));
 typedef uint8_t vbytes __attribute__((vector_size(4 * LANES)));
+static inline vi add_products(vi sum, vs weights, vi two);
+
+#if defined(__AVX2__) && !defined(__AVX512F__) && !defined(__AVXVNNI__)
+constexpr bool IN_PAIRS = true;
+static inline vi add_products(vi sum, vs weights, vi two) { return sum + vi(_mm256_madd_epi16(__m256i(weights), __m256i(two))); }
+#else
+constexpr bool IN_PAIRS = false;  // with VNNI bytes meet weights (whole.h), and elsewhere floats (packed.h)
+#endif
 
 // A run of a row.
 struct alignas(16) Pairs {
+    static constexpr int ROWS = 5;  // whose sums are in registers
     typedef int16_t some __attribute__((vector_size(2 * LANES)));
     int16_t numbers[RUN];
     float scale, total;  // of a 1; of all numbers
@@ -59,14 +61,6 @@ template <int P> static inline vs pair(const EightLanes& all, int v) { return of
 template <int P> static inline vs pair(const E2M1Lanes& all, int v) {
     const vus both = load<vus>(all.pairs[P / 2 % 4][v * LANES]);
     return of_bytes<P>(vs(twice_e2m1(vbytes(P < 8 ? both : both >> 4) & 15)));
-}
-
-static inline vi add_products(vi sum, vs weights, vi two) {
-#if defined(__AVX2__) && !defined(__AVX512F__)
-    return sum + vi(_mm256_madd_epi16(__m256i(weights), __m256i(two)));
-#else
-    return sum + (vi(weights) << 16 >> 16) * (two << 16 >> 16) + (vi(weights) >> 16) * (two >> 16);
-#endif
 }
 
 // Adds products of R rows and inputs 2 P and 2 P + 1, for each P, to the sums of their vectors.

@@ -14,11 +14,11 @@
 #include "pairs.h"
 
 constexpr int ZERO = 128, ZERO_OF_SIX = ZERO >> 2, ZERO_OF_E2M1 = ZERO >> 3;
-template <int BYTES> constexpr int BYTE_ROWS = LANES == 16 ? 8 : 5 - BYTES;  // whose sums are in registers
 constexpr int NEAR_WHOLE = 16;  // rows that stay near while weights pass by
 
 // A run of a row.
 template <int BYTES> struct alignas(16) Whole {
+    static constexpr int ROWS = LANES == 16 ? 8 : 5 - BYTES;  // whose sums are in registers
     typedef int8_t some __attribute__((vector_size(LANES)));
     int8_t numbers[BYTES][RUN];  // the lower bytes first; in the order of BYTE
     float scale, total;          // of a 1; of all numbers
@@ -202,8 +202,7 @@ template <int BYTES> static inline Scale scale_of(int32_t largest) {  // as its 
 
 // How a pass meets packed weights; numbers between its layers are of type T. Rows of two bytes meet others too, as numbers.
 template <class T, int BYTES> struct InBytes {
-    static constexpr bool PAIRED = BYTES == 2 && IN_PAIRS;
-    typedef std::conditional_t<PAIRED, Pairs, Whole<BYTES>> number;
+    typedef std::conditional_t<BYTES == 2 && IN_PAIRS, Pairs, Whole<BYTES>> number;
     static constexpr bool MATRIX_UNIT = false;
     static constexpr int64_t UNIT = RUN, OUTPUTS = PANEL;
     struct Thread { ~Thread() {} };
@@ -255,7 +254,7 @@ template <class T, int BYTES> struct InBytes {
             }
             return Plain<T>::linear(at, numbers.data(), rows, out, stride, first, last);
         }
-        constexpr int MOST = PAIRED ? PAIR_ROWS : BYTE_ROWS<BYTES>;
+        constexpr int MOST = number::ROWS;
         const int64_t room = InBytes::room(at.in);
         alignas(64) float sums[MOST * STRIP + LANES];
         in_groups(rows, NEAR_WHOLE, room * RUN, PANEL, first, last, [&](int64_t row, int64_t count, int64_t from, int64_t to) {

@@ -115,7 +115,7 @@ static void check_packing(Packing packing, int64_t outputs, int64_t in) {
     for (uint8_t& x : parts) x = uint8_t(generator());
     const auto bias = numbers<bf16>(outputs);
     auto x = numbers<bf16>(40 * in);
-    std::fill(&parts[head + in_block * coded], &parts[size], packing == SIMPLE_EIGHT || packing == GROUP_EIGHT ? 0x80 : 0xff);
+    std::fill(&parts[head + in_block * coded], &parts[size], std::is_same_v<N, Eight> ? 0x80 : 0xff);
     std::fill(&x[0], &x[RUN], 0x3f7f);  // the largest weights meet the largest whole numbers
     const Linear packed{parts.data(), bias.data(), outputs, in, packing, in_block};
     std::vector<bf16> weight(outputs * in);
