@@ -103,14 +103,16 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 @pytest.fixture(scope="session")
 def base_directory(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerFast) -> Path:
-    """A saved two-layer Llama with grouped heads, sharp enough that its samples are not uniform."""
+    """A saved two-layer Llama with grouped heads, so sharp that samples are not uniform and random heads draft."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=256, eos_token_id=0, bos_token_id=None, initializer_range=0.3,
     )  # fmt: skip
     directory = tmp_path_factory.mktemp("base")
-    LlamaForCausalLM(config).save_pretrained(directory)
+    model = LlamaForCausalLM(config)
+    model.lm_head.weight.data *= 2
+    model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return directory
 

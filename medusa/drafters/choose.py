@@ -27,8 +27,6 @@ UNNAMED = ("hybrid", "draft-model+prompt-lookup", "mtp+prompt-lookup")
 """Drafters to choose from if a request names none, as far as their parts are available."""
 DRAWN = 8
 """Default nodes of drawn drafts: the text depends on them, and a seed must give the same text again."""
-GUESSES = 6
-"""Nodes for a single sequence on a CPU if all drafters are free: without a guess a step is a plain step."""
 KEPT_DRAFTERS = 64
 """Most drafters (by name, size, tree and draws) that are kept; the least recently used is dropped."""
 
@@ -94,7 +92,7 @@ class Drafters:
         if self.parts.base.decoding == "plain":
             return {}
         if name is not None:
-            return {name: (GUESSES,) if self._alone_and_free(name, batch) else SIZES}
+            return {name: (self.parts.base.cheap_rows,) if self._alone_and_free(name, batch) else SIZES}
         found = self._everyone(batch, speculation.heads)
         # The text for a seed must not depend on which drafter is fastest.
         return {one: sizes for one, sizes in found.items() if not is_drawn(one, rule.name)}
@@ -214,7 +212,7 @@ class Drafters:
         parts = self._parts(heads)
         found: dict[str, Sequence[int]] = {name: SIZES for name in UNNAMED if missing(name, parts) is None}
         if self._alone_and_free("prompt-lookup", batch):
-            found["prompt-lookup"] = (GUESSES,)
+            found["prompt-lookup"] = (self.parts.base.cheap_rows,)
         return found
 
     def _policy(self, choices: Mapping[str, Sequence[int]], heads: str | None, batch: int, rule: BuiltRule) -> Policy:

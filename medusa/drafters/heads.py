@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,7 +12,7 @@ from medusa.cpu.growth import Grown, Growth, NativeGrowth
 from medusa.cpu.recurrent import RecurrentDrafts
 from medusa.cpu.selection import gumbel, keys
 from medusa.drafters.base import Drafter
-from medusa.drafters.merge import EDGE_COST
+from medusa.drafters.merge import EDGE_COST, node_floor
 from medusa.heads import DraftHeads, HeadsConfig, Vocabulary
 from medusa.state import DecodeState
 from medusa.tree import Draft, Tree, ragged
@@ -22,21 +21,10 @@ WIDTH = 16
 """Most children of a node of a dynamic tree."""
 MIN_BEAM = 4
 """Least number of nodes per level of a dynamic tree that get children; or a quarter of the budget if that is more."""
+LEVEL_FLOOR = math.log(0.35)
+"""On a CPU a level of a dynamic tree is drafted if a node above it has at least this score."""
 LOWEST = -40.0
 """Lower bound of a log-probability, so that heads that overflow still give trees."""
-
-
-@dataclass(frozen=True)
-class Floors:
-    """Least probabilities of levels and nodes that are worth their time.
-
-    Attributes:
-        level: A level is drafted if a node above it has at least this probability.
-        node: A node is kept if it has at least this probability.
-    """
-
-    level: float = 0.35
-    node: float = 0.04
 
 
 class HeadsDrafter(Drafter):
@@ -52,8 +40,7 @@ class HeadsDrafter(Drafter):
         vocabulary: The base's embeddings and output layer.
         nodes: N for dynamic trees, the root included.
         tree: A static topology instead.
-        host_decides: On a CPU: leave out nodes below ``floors``, so that shapes vary.
-        floors: Floors of dynamic trees.
+        host_decides: On a CPU: leave out unlikely levels and nodes of dynamic trees, so that shapes vary.
         temperature: Temperature of sampling whose draws depend on seed and position only (``sampling`` acceptance).
             Drafts then use the noise of the base's later draws, so they follow the draws and not the most likely
             tokens. 0 = draft the most likely tokens.
@@ -69,7 +56,6 @@ class HeadsDrafter(Drafter):
         nodes: int,
         tree: Tree | None = None,
         host_decides: bool = True,
-        floors: Floors = Floors(),
         temperature: float = 0.0,
     ) -> None:
         num_heads, output_size = heads.config.num_heads, heads.config.output_size
@@ -82,7 +68,7 @@ class HeadsDrafter(Drafter):
         self._tokens_V = heads.token_ids(torch.arange(output_size if temperature else 0, device=device))
         depth, width = min(num_heads, nodes - 1), min(WIDTH, output_size)
         host_decides = host_decides and device.type == "cpu"
-        best_first = _BestFirst(nodes, depth, width, floors if host_decides else None)
+        best_first = _BestFirst(nodes, depth, width, host_decides)
         self._shape: _BestFirst | StaticShape = best_first if tree is None else StaticShape(tree, device)
         self.recordable = tree is not None or not host_decides
         self.observers = heads.observers
@@ -191,11 +177,12 @@ def check_tree(tree: Tree, config: HeadsConfig) -> None:
 class _BestFirst:
     """Chooses the candidates that get children, and those that become the draft, by score.
 
-    It takes as many as fit, or leaves out those below the floors.
+    It takes as many as fit, or leaves out those below the floors, if the host decides.
     """
 
-    def __init__(self, nodes: int, depth: int, width: int, floors: Floors | None) -> None:
-        self.depth, self.width, self._floors = depth, width, floors
+    def __init__(self, nodes: int, depth: int, width: int, host_decides: bool) -> None:
+        self.depth, self.width, self._host_decides = depth, width, host_decides
+        self._floor = node_floor(nodes)
         self._beam = max(MIN_BEAM, nodes // 4)
         self.nodes = min(nodes, 1 + sum(width * min(self._beam, width**level) for level in range(depth)))
 
@@ -203,7 +190,7 @@ class _BestFirst:
         """[B, m] candidates of a level that get children; None if no level follows."""
         if level + 1 == self.depth:
             return None
-        if self._floors is not None and float(scores_BC.max()) < math.log(self._floors.level):
+        if self._host_decides and float(scores_BC.max()) < LEVEL_FLOOR:
             return None
         return scores_BC.topk(min(self._beam, scores_BC.shape[1])).indices
 
@@ -211,23 +198,21 @@ class _BestFirst:
         """[B, N] ascending columns of the draft out of all candidates, the root (column 0) first."""
         # The root has the highest score.
         nodes = min(self.nodes, scores_BM.shape[1])
-        if self._floors is not None:
-            nodes = max(1, min(nodes, int((scores_BM > math.log(self._floors.node)).sum(-1).max())))
+        if self._host_decides:
+            nodes = max(1, min(nodes, int((scores_BM > self._floor).sum(-1).max())))
         return scores_BM.topk(nodes).indices.sort(-1).values
 
     def real(self, scores_BN: Tensor) -> Tensor | None:
         """[B, N] the nodes to keep in trees of different sizes; None = all."""
-        if self._floors is None or len(scores_BN) == 1:
+        if not self._host_decides or len(scores_BN) == 1:
             return None
-        real_BN = scores_BN > math.log(self._floors.node)
+        real_BN = scores_BN > self._floor
         real_BN[:, 0] = True
         return real_BN
 
     def growth(self) -> Growth:
         """The same parameters for the kernel."""
-        floors = self._floors or Floors(0.0, 0.0)
-        level, node = (math.log(floor) if floor else -math.inf for floor in (floors.level, floors.node))
-        return Growth(self.depth, self.width, self.nodes, self._beam, level, node, LOWEST, EDGE_COST)
+        return Growth(self.depth, self.width, self.nodes, self._beam, LEVEL_FLOOR, self._floor, LOWEST, EDGE_COST)
 
 
 class StaticShape:

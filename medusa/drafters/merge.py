@@ -10,10 +10,17 @@ from medusa.tree import Draft, ragged
 
 UNKNOWN = math.log(0.5)
 """Score per edge for drafts without scores."""
-FLOOR = math.log(0.1)
-"""Score below which a free guess is not worth its row of a pass."""
 EDGE_COST = 1e-4
 """Keeps a parent's score above its child's if the child is certain."""
+
+
+def node_floor(nodes: int) -> float:
+    """Score below which a node of a tree of N nodes is not worth its row of a pass, on a CPU: log(1 / N).
+
+    A row is worth its time if its probability exceeds its price in tokens. N is chosen by speed (``medusa.budget``), so
+    it is small where rows are dear, and so is the number of nodes below this floor that would have been right.
+    """
+    return -math.log(nodes)
 
 
 class Node(NamedTuple):

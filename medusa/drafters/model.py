@@ -20,7 +20,7 @@ from medusa.acceptance.logits import NO_NOISE, Warper, widened
 from medusa.cache import Cached, provisional
 from medusa.cpu.selection import gumbel, keys
 from medusa.drafters.base import Drafter
-from medusa.drafters.merge import FLOOR, Node, best, build
+from medusa.drafters.merge import Node, best, build
 from medusa.drafters.writers import Sequences, Writer
 from medusa.noise import DRAFT, gumbel_noise
 from medusa.state import DecodeState
@@ -28,6 +28,8 @@ from medusa.tree import Draft
 
 WIDTH = 4
 """Best tokens per position in a tree on a CPU."""
+FLOOR = math.log(0.1)
+"""Score below which a guess is left out. The base agrees with a model more often than the model is sure."""
 ROW_COST = 0.1
 """Approximate cost of one more row to verify, in plain steps of the base."""
 

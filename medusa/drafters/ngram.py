@@ -20,7 +20,7 @@ from torch import Tensor
 
 from medusa.cache import Cached
 from medusa.drafters.base import Drafter
-from medusa.drafters.merge import FLOOR, Node, build
+from medusa.drafters.merge import Node, build, node_floor
 from medusa.files import replace_file
 from medusa.state import DecodeState
 from medusa.tree import Draft
@@ -115,7 +115,7 @@ class NgramCache:
         offer(0, tuple(context[-max(ORDERS) :]))
         while heap and len(tree) < nodes:
             cost, _, parent, token, above = heapq.heappop(heap)
-            if -cost < FLOOR:
+            if -cost < node_floor(nodes):
                 break
             tree.append(Node(token, parent, -cost, tree[parent].depth + 1))
             offer(len(tree) - 1, (*above, token)[-max(ORDERS) :])

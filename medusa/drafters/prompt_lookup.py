@@ -5,7 +5,6 @@ small models that repeat themselves, but not with new text, so it works best tog
 It is prompt lookup (Saxena 2023), by the longest match and by frequency as in suffix decoding (Oliaro et al. 2024).
 """
 
-import math
 import weakref
 
 import torch
@@ -17,7 +16,7 @@ from medusa.cpu import native
 from medusa.cpu.lookup import Search, look_up
 from medusa.drafters.base import Drafter
 from medusa.drafters.continuations import Confidence, grow, judge
-from medusa.drafters.merge import EDGE_COST, build
+from medusa.drafters.merge import EDGE_COST, build, node_floor
 from medusa.state import DecodeState
 from medusa.tree import Draft
 
@@ -25,12 +24,8 @@ LOOKUP_GUESSES = 10
 """Most tokens that are copied from the text, in addition to drafts of heads."""
 MAX_MATCH = 6
 """Number of compared tokens with fixed shapes."""
-LOOKUP_FLOOR = math.log(0.15)
-"""Score below which a guess is not worth its row, on machines with cheap rows and with costly ones."""
-SEARCH = Search(
-    nodes=0, chain=False, places=32, longest=16, shares=5, floor=LOOKUP_FLOOR, edge_cost=EDGE_COST, keep=1 - 1 / 256
-)
-"""Limits of the search without fixed shapes; each drafter has its own number of nodes."""
+SEARCH = Search(nodes=0, chain=False, places=32, longest=16, shares=5, floor=0.0, edge_cost=EDGE_COST, keep=1 - 1 / 256)
+"""Limits of the search without fixed shapes; each drafter has its own number of nodes and floor."""
 
 
 class PromptLookupDrafter(Drafter):
@@ -56,7 +51,7 @@ class PromptLookupDrafter(Drafter):
         if nodes < 2:
             raise ValueError(f"nodes ({nodes}) must be at least 2 for prompt lookup; give a larger tree budget")
         self.nodes, self.host_decides, self.recordable = nodes, host_decides, not host_decides
-        self._search = SEARCH._replace(nodes=nodes, chain=chain)
+        self._search = SEARCH._replace(nodes=nodes, chain=chain, floor=node_floor(nodes))
         self._confidence = confidence or Confidence(SEARCH)
         self._last: tuple[weakref.ref[Tensor], Tensor] | None = None  # the text itself goes with its request
 

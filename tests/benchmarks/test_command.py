@@ -111,7 +111,7 @@ def test_tuned_settings_are_a_file_that_the_chat_takes(model, base_directory, tm
 
 def test_the_chat_without_heads_takes_what_there_is(base_directory, capsys, monkeypatch):
     words = ["--base", str(base_directory), "--dtype", "float32", "--max-new-tokens", "8"]
-    for flags, shown in (([], "prompt-lookup 6 now"), (["--draft-model", str(base_directory)], "draft-model+prompt")):
+    for flags, shown in (([], "prompt-lookup 4 now"), (["--draft-model", str(base_directory)], "draft-model+prompt")):
         monkeypatch.setattr("sys.stdin", io.StringIO("hello\n"))
         assert chat([*words, *flags]) == 0
         said = capsys.readouterr().err

@@ -35,7 +35,7 @@ def test_the_longest_known_context_counts_and_the_likeliest_path_comes_first():
     tree = cache.tree([8, 2, 3, 4], 4)
     assert [node.token for node in tree] == [4, 5, 6, 9]
     assert paths(tree) == [(5,), (6,), (5, 9)]
-    assert paths(cache.tree([8, 2, 3, 4], 4, branches=1)) == [(5,), (5, 9), (5, 9, 2)]
+    assert paths(cache.tree([8, 2, 3, 4], 9, branches=1)) == [(5,), (5, 9), (5, 9, 2)]
     assert [node.token for node in cache.tree([7], 5)] == [7]
 
 
@@ -111,9 +111,9 @@ def test_threads_may_share_a_cache(tmp_path):
 def test_rows_of_a_batch_draft_apart(base):
     cache = NgramCache()
     cache.learn(TEXT)
-    draft = NgramDrafter(cache, 3).propose(decode_state([[8, 2, 3, 4], [4], [9, 2]], base))
-    assert draft.sizes == (3, 1, 3)
-    assert draft.tokens.tolist() == [[4, 5, 6], [4, 0, 0], [2, 3, 4]]
+    draft = NgramDrafter(cache, 5).propose(decode_state([[8, 2, 3, 4], [4], [9, 2]], base))
+    assert draft.sizes == (4, 1, 3)
+    assert draft.tokens.tolist() == [[4, 5, 6, 9], [4, 0, 0, 0], [2, 3, 4, 0]]
     with pytest.raises(ValueError, match="at least 2"):
         NgramDrafter(cache, 1)
 

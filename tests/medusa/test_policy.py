@@ -249,7 +249,7 @@ def test_recorded_steps_choose_their_size_too(base, make_heads, caplog):
 
 
 def test_what_auto_means_is_always_said(base, make_heads):
-    assert MedusaModel(base).explain().startswith("auto, batch of 1: prompt-lookup 6 now")
+    assert MedusaModel(base).explain().startswith(f"auto, batch of 1: prompt-lookup {base.cheap_rows} now")
     assert MedusaModel(base.with_traits(decoding="plain")).explain() == "auto: plain decoding"
     model = MedusaModel(base, make_heads())
     assert model.explain() == "auto, batch of 1: hybrid 4 now, others are tried as it runs"

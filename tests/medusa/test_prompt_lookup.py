@@ -58,17 +58,17 @@ def worth(text, above):
     return {token: share * longest[token] / (longest[token] + 1) for token, share in shares.items()}
 
 
-def likeliest(text, nodes):
-    """Paths with their log-probabilities: the best of all that are likely enough."""
+def likeliest(text, nodes, most=None):
+    """Paths with their log-probabilities: the best of all that are likely enough for a tree of N nodes."""
     found, frontier = {}, [((), 0.0)]
     while frontier:
         above, score = frontier.pop()
         for token, probability in worth(text, list(above)).items():
             here = score + math.log(probability) - SEARCH.edge_cost
-            if here >= SEARCH.floor:
+            if here >= -math.log(nodes):
                 found[*above, token] = here
                 frontier.append(((*above, token), here))
-    return dict(sorted(found.items(), key=lambda pair: -pair[1])[: nodes - 1])
+    return dict(sorted(found.items(), key=lambda pair: -pair[1])[: (most or nodes) - 1])
 
 
 def drafted(draft, row=0):
@@ -93,7 +93,7 @@ def test_trees_hold_the_likeliest_continuations(base, language):
         # Equally likely guesses may change places: as many of the same worth.
         ours, theirs = (drafted(PromptLookupDrafter(8).propose(state_of([text], base))), likeliest(text, 8))
         assert sorted(ours.values()) == pytest.approx(sorted(theirs.values()), abs=1e-5)
-        every = likeliest(text, 10**6)
+        every = likeliest(text, 8, 10**6)
         assert all(score == pytest.approx(every[path], abs=1e-5) for path, score in ours.items())
         guesses.append(len(ours))
     assert 0 in guesses and 7 in guesses, "both must have been seen"

@@ -235,9 +235,10 @@ def test_several_calls_and_one_that_is_cut(client):
     assert answer.finish_reason == "length"
 
 
-def test_a_call_stays_possible_beside_a_format(client):
+def test_a_call_stays_possible_beside_a_format(client, tokenizer):
     form = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "integer", "maximum": 99}}}
     options = {"tools": [WEATHER], "response_format": form, "temperature": 1.5, "parallel_tool_calls": False}
+    options["logit_bias"] = {str(tokenizer.convert_tokens_to_ids("<")): 5}  # calls begin with it
     answers = [chat(client, **options, seed=seed, max_tokens=150).choices[0].message for seed in (8, 9)]
     called = [answer for answer in answers if answer.tool_calls]
     assert called and len(called) < len(answers)
