@@ -17,8 +17,8 @@ EDGE_COST = 1e-4
 def node_floor(nodes: int) -> float:
     """Score below which a node of a tree of N nodes is not worth its row of a pass, on a CPU: log(1 / N).
 
-    A row is worth its time if its probability exceeds its price in tokens. N is chosen by speed (``medusa.budget``), so
-    it is small where rows are dear, and so is the number of nodes below this floor that would have been right.
+    A row pays if the node's probability exceeds the row's price in tokens. The number of nodes is found by the clock
+    (``medusa.budget``), and is small where rows cost much: so 1 / N stands for the price.
     """
     return -math.log(nodes)
 

@@ -8,12 +8,13 @@ from torch import Tensor
 
 from medusa.cache import Cached
 from medusa.drafters.base import Drafter
+from medusa.drafters.merge import node_floor
 from medusa.drafters.prompt_lookup import MAX_MATCH, PromptLookupDrafter
 from medusa.state import DecodeState
 from medusa.tree import Draft
 
 NODES = 16
-"""Nodes of a draft; where the prediction holds, all are right."""
+"""Most nodes of a draft; where the prediction holds, all are right."""
 
 
 class PredictionDrafter(Drafter):
@@ -21,12 +22,15 @@ class PredictionDrafter(Drafter):
 
     Args:
         predicted: Token ids of the prediction.
+        cheap_rows: Number of rows of a pass that cost little more than one (``BaseModel.cheap_rows``). On a CPU guesses
+            that are less likely than one in so many are left out.
     """
 
     nodes = NODES
 
-    def __init__(self, predicted: Sequence[int]) -> None:
-        self._predicted, self._lookup = torch.tensor([list(predicted)]), PromptLookupDrafter(NODES)
+    def __init__(self, predicted: Sequence[int], cheap_rows: int = NODES) -> None:
+        self._predicted = torch.tensor([list(predicted)])
+        self._lookup = PromptLookupDrafter(NODES, floor=node_floor(cheap_rows))
         self._texts: tuple[Tensor, Tensor] | None = None
 
     def propose(self, state: DecodeState, cached: Cached = (), /) -> Draft:

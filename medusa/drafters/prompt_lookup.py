@@ -40,18 +40,25 @@ class PromptLookupDrafter(Drafter):
         host_decides: On a CPU: propose existing matches only, so that shapes vary.
         confidence: Shared with other drafters of this kind; None = its own.
         chain: Propose chains only.
+        floor: Score below which a guess is left out on a CPU; None = that of a tree of N nodes.
 
     Raises:
         ValueError: The budget leaves no room for a guess.
     """
 
     def __init__(
-        self, nodes: int, host_decides: bool = True, confidence: Confidence | None = None, chain: bool = False
+        self,
+        nodes: int,
+        host_decides: bool = True,
+        confidence: Confidence | None = None,
+        chain: bool = False,
+        floor: float | None = None,
     ) -> None:
         if nodes < 2:
             raise ValueError(f"nodes ({nodes}) must be at least 2 for prompt lookup; give a larger tree budget")
         self.nodes, self.host_decides, self.recordable = nodes, host_decides, not host_decides
-        self._search = SEARCH._replace(nodes=nodes, chain=chain, floor=node_floor(nodes))
+        floor = node_floor(nodes) if floor is None else floor
+        self._search = SEARCH._replace(nodes=nodes, chain=chain, floor=floor)
         self._confidence = confidence or Confidence(SEARCH)
         self._last: tuple[weakref.ref[Tensor], Tensor] | None = None  # the text itself goes with its request
 

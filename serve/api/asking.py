@@ -117,7 +117,7 @@ def _speculation(service: Service, body: Sampling, predicted: Sequence[int]) -> 
             raise ValueError("speculation (enabled: false) also says how to draft; leave one out")
         given["nodes"] = 1
     elif predicted and not drafting:
-        given["drafter"] = PredictionDrafter(predicted)
+        given["drafter"] = PredictionDrafter(predicted, service.engine.model.base.cheap_rows)
     paths = None if asked is None else asked.tree
     nodes = given.get("nodes", 0) if paths is None else len(paths) + 1
     if nodes > MOST_NODES:
