@@ -111,7 +111,7 @@ def base_directory(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrain
     )  # fmt: skip
     directory = tmp_path_factory.mktemp("base")
     model = LlamaForCausalLM(config)
-    model.lm_head.weight.data *= 2
+    model.lm_head.weight.data *= 1.5
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return directory

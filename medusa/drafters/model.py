@@ -29,7 +29,7 @@ from medusa.tree import Draft
 WIDTH = 4
 """Best tokens per position in a tree on a CPU."""
 FLOOR = math.log(0.1)
-"""Score below which a guess is left out. The base agrees with a model more often than the model is sure."""
+"""Score below which a guess is left out; not log(1 / N), since models were not looked at as heads and lookup were."""
 ROW_COST = 0.1
 """Approximate cost of one more row to verify, in plain steps of the base."""
 

@@ -70,7 +70,7 @@ def test_the_command_writes_prompts_that_regenerate_takes(chat, base_directory, 
     chat.base.tokenizer.save_pretrained(base)  # with its template
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
     common = ["--base", str(base), "--dtype", "float32", "--device", "cpu"]
-    command = ["prompts", *common, "--count", "24", "--max-new-tokens", "60", "--top-p", "1", "--out", str(prompts)]
+    command = ["prompts", *common, "--count", "24", "--max-new-tokens", "100", "--top-p", "1", "--out", str(prompts)]
     assert main(command) == 0
     found = [record["messages"] for record in lines(prompts)]
     assert 0 < len(found) < 24

@@ -12,6 +12,7 @@ from medusa.cache import BLOCK
 from medusa.engine.graph import StepGraphs
 from medusa.engine.logprobs import SCORED, LogprobReader
 from medusa.sampling import SamplingParams, Speculation
+from medusa.tree import Tree
 from tests.medusa.kinds import REMEMBER
 from tests.medusa.passes import finish
 from tests.medusa.tape import Recorder
@@ -161,13 +162,14 @@ def test_a_step_that_computes_prompts_drafts_nothing_where_sizes_are_left_open(b
     speaker = MedusaModel(base, make_heads())
     batch = speaker.batch()
     params = SamplingParams(max_new_tokens=30, ignore_eos=True)
-    given, left_open = (batch.add([5, 6, 7], params, Speculation("heads", nodes=n)) for n in (4, None))
+    given = batch.add([5, 6, 7], params, Speculation(tree=Tree.chain(3)))
+    left_open = batch.add([5, 6, 7], params, Speculation("heads"))
     for _ in range(6):
         batch.step()
     drafted = given.output.draft_tokens, left_open.output.draft_tokens
     batch.add([7, 8, 9], params)
     batch.step()
-    assert given.output.draft_tokens > drafted[0] and left_open.output.draft_tokens == drafted[1]
+    assert (given.output.draft_tokens, left_open.output.draft_tokens) == (drafted[0] + 3, drafted[1])
     finish(batch)
     assert left_open.output.draft_tokens > drafted[1]
 

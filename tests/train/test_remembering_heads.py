@@ -175,7 +175,7 @@ def test_they_learn_and_a_killed_run_ends_as_another(
     assert written is not None and written.window == values.get("heads.window")
     first, *_, last, figures = metrics(tmp_path / "whole")
     assert all(end < 0.6 * start for start, end in zip(first["head_loss"], last["head_loss"], strict=True))
-    assert all(share > 0.08 for share in figures["heldout_top1"])
+    assert all(share > 0.1 for share in figures["heldout_top1"])
 
 
 def test_what_they_cannot_be_is_refused(recipe: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -139,7 +139,7 @@ def test_what_heads_cannot_say_is_told_apart(base, make_heads):
 
 def test_full_trees_leave_nothing_out(model):
     answers = [model.generate(prompt, max_new_tokens=20, ignore_eos=True).tokens for prompt in PROMPTS]
-    found = [measure(model, ["heads"], [16], PROMPTS, answers, full).drafters["heads"] for full in (False, True)]
+    found = [measure(model, ["heads"], [32], PROMPTS, answers, full).drafters["heads"] for full in (False, True)]
     (usual, chain), (full, same) = (counts.steps[:, :, 1, 0].sum(0).tolist() for counts in found)
     assert full < usual < chain, "random heads are sure of little"
     assert same == chain
