@@ -71,11 +71,10 @@ class Run:
         self._drafters = Drafters(base, model.heads, full, model.drafters.parts.draft_model)
         self._drafters.check(wanted, self._rule)
         self._drafter = self._drafters.choose(wanted, 1, self._rule)
-        self._cached = "early-exit" in sources(str(wanted.drafter))
 
     def steps(self, text: Text) -> Tensor:
         """Counts [2, 1 + D] of the steps over one text, from which the drafter may learn."""
-        counts = tally(text, replay(self._base, self._drafter, text, cached=self._cached), DEPTHS)
+        counts = tally(text, replay(self._base, self._drafter, text), DEPTHS)
         ids: list[int] = text.ids.tolist()
         prompt, said = ids[: text.prompt_tokens], Output(text.prompt_tokens, ids[text.prompt_tokens :])
         self._drafters.observe(self._drafter, self._wanted, self._rule, 1, prompt, said)
@@ -85,7 +84,7 @@ class Run:
         """[P, C] outcomes of the first guesses at all places of one text."""
         counts, answer = torch.zeros(len(STRETCHES), OUTSIDE + 1, dtype=torch.int64), text.ids[text.prompt_tokens :]
         known = [True] * len(answer) if heads is None else (heads.columns(answer) >= 0).tolist()
-        steps = replay(self._base, self._drafter, text, every_place=True, cached=self._cached)
+        steps = replay(self._base, self._drafter, text, every_place=True)
         for place, step in enumerate(steps, start=1):
             stretch = sum(place >= first for first in STRETCHES) - 1
             counts[stretch, _fate(step.rank, known[place])] += 1

@@ -2,7 +2,7 @@
 
 from medusa.attention.backends import BACKENDS, attend, choose
 from medusa.attention.contract import BackendUnavailableError, Scoring, TreeAttention, TreePlan
-from medusa.attention.hook import IMPLEMENTATION, register
+from medusa.attention.hook import IMPLEMENTATION, attend_rows, register
 from medusa.attention.spans import Span, UnknownSpanError, layer_spans
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "TreePlan",
     "UnknownSpanError",
     "attend",
+    "attend_rows",
     "choose",
     "layer_spans",
     "register",

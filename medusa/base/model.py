@@ -201,6 +201,13 @@ class BaseModel:
         """[V, D] weight of the output layer."""
         return self.output.weight
 
+    @property
+    def key_layers(self) -> dict[str, int]:
+        """The last layer that has keys and values of its own, by kind of attention; empty if ranks divide them."""
+        kinds = getattr(self.config, "layer_types", None) or []
+        own = len(kinds) - (getattr(self.config, "num_kv_shared_layers", None) or 0)
+        return {kind: index for index, kind in enumerate(kinds[:own])} if self.ranks == 1 else {}
+
     def with_traits(self, **found: Any) -> "BaseModel":
         """The same base with these fields of ``Traits``; both share the model, and this object does not change."""
         known = copy.copy(self)

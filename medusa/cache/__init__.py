@@ -1,6 +1,6 @@
 """The KV cache: keys and values of many sequences, in blocks of a shared pool."""
 
-from medusa.cache.follower import Cached, Follower, tell
+from medusa.cache.follower import Cached, Follower, tell, texts_of
 from medusa.cache.index import BLOCK
 from medusa.cache.pool import BlockPool, PoolFullError
 from medusa.cache.sequence import CachedSequence, Observer, commit, plan_pass, provisional
@@ -20,4 +20,5 @@ __all__ = [
     "plan_pass",
     "provisional",
     "tell",
+    "texts_of",
 ]

@@ -30,10 +30,10 @@ MANY = 16
 
 
 class Followed(NamedTuple):
-    """A follower's part of a recorded step.
+    """A follower's part of a recorded step, or the base's.
 
     Attributes:
-        texts: The layer's cached texts.
+        texts: The cached texts of the layer, or of the base.
         latest: [B, D] its outputs at the last rows.
     """
 
@@ -176,8 +176,13 @@ class Follower(ABC):
                 self._latest[one] = out_D
 
 
-Cached = Sequence[CachedSequence] | Mapping[Follower, Followed]
-"""The cached texts for drafters: the base's sequences, or in a recorded step the parts of its followers."""
+Cached = Sequence[CachedSequence] | Mapping[Follower | None, Followed]
+"""The cached texts for drafters: the base's sequences, or in a recorded step its own part (None) and its followers'."""
+
+
+def texts_of(cached: Cached) -> Texts:
+    """The base's cached texts."""
+    return cached[None].texts if isinstance(cached, Mapping) else HostTexts(cached)
 
 
 def tell(sequences: Sequence[CachedSequence], hidden_BCF: Tensor, tokens_BC: Tensor, counts: Sequence[int]) -> None:

@@ -18,11 +18,13 @@ class Drafter(Protocol):
     """N, nodes of a draft, the root included; on a CPU, where shapes are free, a draft may have fewer."""
     recordable: bool = False
     """Whether a step can be recorded as a CUDA graph: shapes are fixed, and drafts depend only on tensors of the state.
-    Subclasses inherit this default and the next two."""
+    Subclasses inherit this default and those below."""
     observers: Sequence[Observer] = ()
     """Its layers that read the hidden states of committed tokens."""
     places: int = 0
     """Number of positions after a text that a draft uses in their caches."""
+    sees_base: bool = False
+    """Whether drafts read the base's cached keys and values."""
 
     def propose(self, state: DecodeState, cached: Cached = (), /) -> Draft:
         """A draft whose column 0 holds ``state.roots``.

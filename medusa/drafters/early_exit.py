@@ -85,6 +85,8 @@ class EarlyExitDrafter(Drafter):
         ValueError: The budget leaves no room for a guess.
     """
 
+    sees_base = True
+
     def __init__(self, exit_layer: ExitLayer, nodes: int, **how: Any) -> None:
         if nodes < 2:
             raise ValueError(f"nodes ({nodes}) must be at least 2 for an early exit; give a larger tree budget")

@@ -35,6 +35,7 @@ class HybridDrafter(Drafter):
         self.recordable = all(drafter.recordable for drafter in everyone)
         self.observers = [one for drafter in everyone for one in drafter.observers]
         self.places = max((drafter.places for drafter in everyone), default=0)
+        self.sees_base = any(drafter.sees_base for drafter in everyone)
 
     def propose(self, state: DecodeState, cached: Cached = (), /) -> Draft:
         """A draft below ``state.roots``."""

@@ -19,7 +19,7 @@ class OwnDrafter(Drafter):
 
     def __init__(self, drafter: Drafter) -> None:
         self._drafter, self.nodes, self.places = drafter, drafter.nodes, drafter.places
-        self.recordable, self.observers = drafter.recordable, drafter.observers
+        self.recordable, self.observers, self.sees_base = drafter.recordable, drafter.observers, drafter.sees_base
 
     def propose(self, state: DecodeState, cached: Cached = (), /) -> Draft:
         """Its draft.

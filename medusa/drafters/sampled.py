@@ -71,7 +71,7 @@ class SampledHeadsDrafter(Drafter):
         if not temperature > 0:
             raise ValueError(f"temperature ({temperature}) must be above 0 to draw drafts; raise it, or draft the best")
         self.recordable = True
-        self.observers = heads.observers
+        self.observers, self.sees_base = heads.observers, heads.sees_base
         self.heads, self.vocabulary, self.tree = heads, vocabulary, tree
         self.temperature, self.nodes = temperature, tree.nodes
         device = next(heads.parameters()).device

@@ -22,8 +22,8 @@ from medusa.acceptance import Rule
 from medusa.attention import TreePlan
 from medusa.attention.contract import BlockTable
 from medusa.base.model import BaseModel
-from medusa.cache import BlockPool, CachedSequence
-from medusa.cache.follower import Follower
+from medusa.cache import BlockPool, CachedSequence, FixedTexts
+from medusa.cache.follower import Followed, Follower
 from medusa.drafters import Drafter
 from medusa.engine.buckets import Bucket, Key, Latest, Record, Recorded, Replay
 from medusa.engine.prefill import Chunk, advance
@@ -272,7 +272,9 @@ class GraphSteps:
         """One step that reads and updates the fixed state."""
         base, state = self._base, bucket.state
         table = BlockTable(self._pool.tables.tensor()[bucket.lines], self._pool.size)
-        followed = {memory.follower: memory.part(state.positions, bucket.kv_length) for memory in bucket.memories}
+        texts = FixedTexts(self._pool, table, state.positions, bucket.kv_length)
+        followed: dict[Follower | None, Followed] = {None: Followed(texts, state.hidden)}
+        followed |= {memory.follower: memory.part(state.positions, bucket.kv_length) for memory in bucket.memories}
         draft = self._drafter.propose(state, followed)
         plan = TreePlan([draft], state.positions, bucket.kv_length, table, base.attention, base.spans)
         accepted, hidden_BNF, after = verify(base, self._pool, plan, self._rule, state)

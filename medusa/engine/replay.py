@@ -105,22 +105,20 @@ def read(base: BaseModel, pool: BlockPool, prompt: Sequence[int], answer: Sequen
 
 
 @torch.inference_mode()
-def replay(
-    base: BaseModel, drafter: Drafter, text: Text, every_place: bool = False, cached: bool = False
-) -> Iterator[Step]:
+def replay(base: BaseModel, drafter: Drafter, text: Text, every_place: bool = False) -> Iterator[Step]:
     """The steps that emit an answer after its first token, which the prompt's pass gives.
 
     Args:
         base: The base that has read the text.
-        drafter: Proposes drafts; it may learn, or have a model that follows the base.
+        drafter: Proposes drafts; it may learn, or have a model that follows the base. If it reads the base's KV cache,
+            the base computes each accepted path again.
         text: A text of the base.
         every_place: Draft at each place of the answer, and not only where a step would begin.
-        cached: The drafter uses the base's KV cache (early exit), so the base computes each accepted path again.
     """
     place, end, sequence = text.prompt_tokens, len(text.ids) - 1, CachedSequence(text.pool, drafter.observers)
-    if cached and not drafter.observers:  # observers need all hidden states
+    if drafter.sees_base and not drafter.observers:  # observers need all hidden states
         sequence.recall(text.ids[:place].tolist())
-    _commit(base, sequence, text, place, cached)
+    _commit(base, sequence, text, place, drafter.sees_base)
     state = _state(text, place)
     while place < end:
         state = with_room(state, place + drafter.nodes + 1)
@@ -132,7 +130,7 @@ def replay(
         yield step
         place += 1 if every_place else 1 + step.accepted
         if place < end:
-            _commit(base, sequence, text, place, cached)
+            _commit(base, sequence, text, place, drafter.sees_base)
             state = replace(_state(text, place), history=state.history)
     sequence.close()
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import torch
 
+from medusa.formats.assistant import Assistant
 from medusa.formats.base import CONFIG, Export, Format, read_config_file
 from medusa.formats.custom_generate import CustomGenerate
 from medusa.formats.dspark import Dspark
@@ -16,7 +17,7 @@ from medusa.heads import DraftHeads, HeadsConfig
 
 _MEDUSA = (MedusaV1(), MedusaV2(), Tgi(), Lorax(), Vllm(), Universal())
 FORMATS: dict[str, Format] = {
-    each.name: each for each in (Native(), *_MEDUSA, CustomGenerate(), Eagle3(), Speculators(), Dspark())
+    each.name: each for each in (Native(), *_MEDUSA, CustomGenerate(), Eagle3(), Speculators(), Dspark(), Assistant())
 }
 """Formats by name; a directory that matches several counts as the first of them."""
 

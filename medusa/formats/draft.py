@@ -20,31 +20,19 @@ WEIGHTS = "model.safetensors"
 PICKLE = "pytorch_model.bin"
 DEFAULT_LAYERS = (2, 0, -3)
 """The default, in the form of ``HeadsConfig.feature_layers``."""
+ASSISTANT = "gemma4-assistant"
 OF_PACKAGE = {"eagle3": "speculators", "dspark": "dspark"}
 """Names of formats by the speculators package's names of the drafts."""
 
 
-class DraftFormat(Format):
-    """The common part of these formats.
+class StoredDraft(Format):
+    """The common part of reading these formats.
 
     Attributes:
         title: Name of such a draft, for errors.
     """
 
     title: ClassVar[str]
-
-    def ships_base(self, config: HeadsConfig) -> bool:
-        """See ``Format``: its embeddings or its output layer."""
-        return True
-
-    def obstacle(self, config: HeadsConfig) -> str:
-        """See ``Format``: the features that the readers do not support."""
-        if reason := super().obstacle(config):
-            return reason
-        if not config.feature_layers:
-            return "holds only heads that read feature layers, and these read the last hidden state"
-        rising = config.feature_layers in (DEFAULT_LAYERS, tuple(sorted(config.feature_layers)))
-        return "" if rising else "holds feature layers in rising order only, and these heads read them in another"
 
     def matches(self, directory: Path) -> bool:
         """See ``Format``; decided by the config."""
@@ -58,22 +46,6 @@ class DraftFormat(Format):
         """See ``Format``; embeddings in the file are the base's and are left out."""
         config, state = self._read(directory)
         return fill_heads(config, state, directory / WEIGHTS)
-
-    def write(self, export: Export, directory: Path) -> None:
-        """See ``Format``: writes the weights with the parts of the base that they need, and the config."""
-        values, tensors = self.values(export), self.tensors(export)
-        write_tensors(directory / WEIGHTS, tensors)
-        (directory / PICKLE).unlink(missing_ok=True)
-        dtype = str(tensors["fc.weight"].dtype).removeprefix("torch.")
-        write_json(directory / CONFIG, values | {"dtype": dtype})
-
-    @abstractmethod
-    def tensors(self, export: Export) -> dict[str, Tensor]:
-        """The tensors to write."""
-
-    @abstractmethod
-    def values(self, export: Export) -> dict[str, Any]:
-        """The values of the config to write."""
 
     @abstractmethod
     def heads(self, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[HeadsConfig, dict[str, Tensor]]:
@@ -95,10 +67,45 @@ class DraftFormat(Format):
         raise ValueError(f"{self.title} ({directory}) cannot be loaded: {why}; give another draft, or copy it again")
 
 
+class DraftFormat(StoredDraft):
+    """The common part of formats that are written too."""
+
+    def ships_base(self, config: HeadsConfig) -> bool:
+        """See ``Format``: its embeddings or its output layer."""
+        return True
+
+    def obstacle(self, config: HeadsConfig) -> str:
+        """See ``Format``: the features that the readers do not support."""
+        if reason := super().obstacle(config):
+            return reason
+        if not config.feature_layers:
+            return "holds only heads that read feature layers, and these read the last hidden state"
+        rising = config.feature_layers in (DEFAULT_LAYERS, tuple(sorted(config.feature_layers)))
+        return "" if rising else "holds feature layers in rising order only, and these heads read them in another"
+
+    def write(self, export: Export, directory: Path) -> None:
+        """See ``Format``: writes the weights with the parts of the base that they need, and the config."""
+        values, tensors = self.values(export), self.tensors(export)
+        write_tensors(directory / WEIGHTS, tensors)
+        (directory / PICKLE).unlink(missing_ok=True)
+        dtype = str(tensors["fc.weight"].dtype).removeprefix("torch.")
+        write_json(directory / CONFIG, values | {"dtype": dtype})
+
+    @abstractmethod
+    def tensors(self, export: Export) -> dict[str, Tensor]:
+        """The tensors to write."""
+
+    @abstractmethod
+    def values(self, export: Export) -> dict[str, Any]:
+        """The values of the config to write."""
+
+
 def is_draft(values: Mapping[str, Any]) -> str:
     """The name of the format of a ``config.json``; "" = not a draft."""
     if kind := values.get("speculators_model_type"):
         return OF_PACKAGE.get(str(kind), "")
+    if values.get("model_type") in ("gemma4_assistant", "gemma4_unified_assistant"):
+        return ASSISTANT
     names = values.get("architectures")
     name = str(names[0]) if isinstance(names, list) and names else ""
     if name == "Qwen3DSparkModel":

@@ -12,6 +12,8 @@ ARCHITECTURES = {
     "attention": "medusa.heads.attention:AttentionHeads",
     "block": "medusa.heads.block:BlockHeads",
 }
+PUBLISHED = {"assistant": "medusa.heads.assistant:AssistantHeads"}
+"""Architectures of published drafts that are read, and not trained here."""
 
 __all__ = ["ARCHITECTURES", "DraftHeads", "HeadsConfig", "Vocabulary", "build_heads"]
 
@@ -22,9 +24,9 @@ def build_heads(config: HeadsConfig) -> DraftHeads:
     Raises:
         ValueError: The architecture is not known.
     """
-    if config.architecture not in ARCHITECTURES:
-        known = ", ".join(ARCHITECTURES)
-        raise ValueError(f"head architecture ({config.architecture!r}) is not known; choose one of: {known}")
-    module, _, name = ARCHITECTURES[config.architecture].partition(":")
+    known = ARCHITECTURES | PUBLISHED
+    if config.architecture not in known:
+        raise ValueError(f"head architecture ({config.architecture!r}) is not known; choose one of: {', '.join(known)}")
+    module, _, name = known[config.architecture].partition(":")
     heads: DraftHeads = getattr(import_module(module), name)(config)
     return heads

@@ -13,6 +13,7 @@ from medusa.base.output import Matrices
 from medusa.cache import Cached, Follower
 from medusa.cpu.native import native_linear
 from medusa.cpu.recurrent import RecurrentWeights
+from medusa.heads.assistant_layers import AssistantConfig
 from medusa.heads.layer import LayerConfig
 
 
@@ -34,6 +35,10 @@ class Vocabulary(Protocol):
 
     def logits_of(self, tokens: Tensor, pack: bool = False) -> Callable[[Tensor], Tensor]:
         """A function that computes the logits of these tokens only; see ``BaseModel.logits_of``."""
+
+    @property
+    def key_layers(self) -> dict[str, int]:
+        """The layers whose keys and values assistants read; see ``BaseModel.key_layers``."""
 
     @property
     def matrices(self) -> Matrices | None:
@@ -79,12 +84,17 @@ class HeadsConfig:
     own_correction: bool = False
     """The correction has two matrices of the vocabulary's size (DSpark) instead of using the base's; such block heads
     can draft, but are not trained here."""
+    assistant: AssistantConfig | None = None
+    """Shape of the layers; architecture "assistant" only."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "feature_layers", tuple(self.feature_layers))  # JSON has lists only
         layer: Any = self.layer
         if isinstance(layer, dict):
             object.__setattr__(self, "layer", LayerConfig(**layer))
+        assistant: Any = self.assistant
+        if isinstance(assistant, dict):
+            object.__setattr__(self, "assistant", AssistantConfig(**assistant))
         for name in ("base", "base_source", "architecture", "base_adapter"):
             if not isinstance(value := getattr(self, name), str):
                 raise ValueError(f"{name} ({value!r}) must be text; correct the heads' config")
@@ -154,6 +164,8 @@ class DraftHeads(nn.Module, ABC):
     """
 
     remembers = False
+    sees_base = False
+    """Whether they read the base's keys and values."""
     one_output = False
     """Whether own vocabulary matrices are one for all heads."""
     draft_ids: Tensor | None

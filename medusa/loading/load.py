@@ -97,6 +97,8 @@ def load_draft_model(name: str | Path, base: BaseModel) -> BaseModel:
 
     Raises:
         FileNotFoundError: A directory is missing.
-        ValueError: The model cannot be loaded or decoded.
+        ValueError: The model cannot be loaded or decoded, or the directory holds heads.
     """
+    if are_heads(name):
+        raise ValueError(f"draft model ({name}) is no model: these are heads; give them as heads (heads=, --heads)")
     return fuse(choose_decoding(BaseModel.load(resolve_base(str(name)), base.dtype, base.device, pack=True)))

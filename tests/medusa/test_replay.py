@@ -21,6 +21,7 @@ class Watched(Drafter):
 
     def __init__(self, drafter):
         self.drafter, self.nodes, self.observers, self.drafts = drafter, drafter.nodes, drafter.observers, []
+        self.sees_base = drafter.sees_base
 
     def propose(self, state, sequences=()):
         draft = self.drafter.propose(state, sequences)
@@ -39,7 +40,7 @@ def compared(make, name, new_tokens, **options):
     for prompt in PROMPTS:
         output = real.generate(prompt, max_new_tokens=new_tokens, drafter=theirs, **options)
         text = read(known.base, known.base.new_pool(), prompt, output.tokens)
-        counts = tally(text, replay(known.base, ours, text, cached="early-exit" in name), 5)
+        counts = tally(text, replay(known.base, ours, text), 5)
         assert ours.drafts == theirs.drafts, (name, prompt)
         assert counts[:, 0].tolist() == [len(output.tokens), output.steps]
         for model in (real, known):
