@@ -72,7 +72,7 @@ class HeadsDrafter(Drafter):
         self._shape: _BestFirst | StaticShape = best_first if tree is None else StaticShape(tree, device)
         self.recordable = tree is not None or not host_decides
         self.observers, self.sees_base = heads.observers, heads.sees_base
-        self.places = max(num_heads, sum(self._shape.growth().parents)) if heads.remembers else 0
+        self.places = max(heads.config.block_rows, sum(self._shape.growth().parents)) if heads.remembers else 0
         self.nodes = self._shape.nodes
         # A recorded step uses torch's operators only.
         self._native = heads.native.drafts(self._shape.growth()) if host_decides and heads.native else None

@@ -76,7 +76,7 @@ class SampledHeadsDrafter(Drafter):
         self.temperature, self.nodes = temperature, tree.nodes
         device = next(heads.parameters()).device
         self._shape = StaticShape(tree, device)
-        self.places = max(config.num_heads, sum(self._shape.growth().parents)) if heads.remembers else 0
+        self.places = max(config.block_rows, sum(self._shape.growth().parents)) if heads.remembers else 0
         self._parents_N = tree.parents.to(device)
 
     def propose(self, state: DecodeState, cached: Cached = (), /) -> Draft:

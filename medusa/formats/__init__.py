@@ -7,6 +7,7 @@ import torch
 from medusa.formats.assistant import Assistant
 from medusa.formats.base import CONFIG, Export, Format, read_config_file
 from medusa.formats.custom_generate import CustomGenerate
+from medusa.formats.dflash import Dflash
 from medusa.formats.dspark import Dspark
 from medusa.formats.eagle3 import Eagle3
 from medusa.formats.native import Native, load_provenance, save_heads
@@ -17,7 +18,8 @@ from medusa.heads import DraftHeads, HeadsConfig
 
 _MEDUSA = (MedusaV1(), MedusaV2(), Tgi(), Lorax(), Vllm(), Universal())
 FORMATS: dict[str, Format] = {
-    each.name: each for each in (Native(), *_MEDUSA, CustomGenerate(), Eagle3(), Speculators(), Dspark(), Assistant())
+    each.name: each
+    for each in (Native(), *_MEDUSA, CustomGenerate(), Eagle3(), Speculators(), Dspark(), Dflash(), Assistant())
 }
 """Formats by name; a directory that matches several counts as the first of them."""
 

@@ -13,7 +13,7 @@ from medusa.base import taps
 from medusa.files import replace_file
 from medusa.formats.base import Export
 from medusa.formats.native import WEIGHTS, Native
-from medusa.heads import layer
+from medusa.heads import HeadsConfig, layer
 from medusa.loading import layer_check
 
 CODE = "custom_generate"
@@ -34,6 +34,11 @@ class CustomGenerate(Native):
     def matches(self, directory: Path) -> bool:
         """See ``Format``; decided by the code and the weights."""
         return (directory / CODE / "generate.py").is_file() and (directory / WEIGHTS).is_file()
+
+    def obstacle(self, config: HeadsConfig) -> str:
+        """See ``Format``."""
+        unknown = "cannot hold blocks whose first row guesses nothing, as DFlash's"
+        return super().obstacle(config) or (unknown if config.skip_root or not config.rank else "")
 
     def base_obstacle(self, base: PretrainedConfig) -> str:
         """See ``Format``."""

@@ -21,8 +21,10 @@ PICKLE = "pytorch_model.bin"
 DEFAULT_LAYERS = (2, 0, -3)
 """The default, in the form of ``HeadsConfig.feature_layers``."""
 ASSISTANT = "gemma4-assistant"
-OF_PACKAGE = {"eagle3": "speculators", "dspark": "dspark"}
+OF_PACKAGE = {"eagle3": "speculators", "dspark": "dspark", "dflash": "dflash"}
 """Names of formats by the speculators package's names of the drafts."""
+OF_OTHERS = {"Qwen3DSparkModel": "dspark", "DFlashDraftModel": "dflash"}
+"""Names of formats by other projects' names of their models."""
 
 
 class StoredDraft(Format):
@@ -108,8 +110,8 @@ def is_draft(values: Mapping[str, Any]) -> str:
         return ASSISTANT
     names = values.get("architectures")
     name = str(names[0]) if isinstance(names, list) and names else ""
-    if name == "Qwen3DSparkModel":
-        return "dspark"
+    if name in OF_OTHERS:
+        return OF_OTHERS[name]
     plain = "Eagle3" in name or (name == "LlamaForCausalLM" and "draft_vocab_size" in values)
     return "eagle3" if plain else ""
 

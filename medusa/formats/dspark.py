@@ -61,6 +61,8 @@ class Dspark(DraftFormat):
         layer = config.layer
         if config.mask_token is None or layer is None or layer.norm_features or not layer.norm_heads:
             return "holds blocks as DSpark has them, and these have other first rows or norms (heads.mask_token)"
+        if config.skip_root or not config.rank:
+            return "holds blocks with a correction, whose first row guesses too, and these are DFlash's"
         if config.own_lm_heads and not config.draft_vocab_size:
             return "has the base's output layer for a whole vocabulary, and these heads have their own"
         return ""
@@ -134,7 +136,7 @@ class Dspark(DraftFormat):
             mask_token=values["mask_token_id"],
             own_correction=True,
         )
-        return config, _state(config, tensors)
+        return config, state_of(config, tensors)
 
 
 def _as_the_package_has_it(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -169,13 +171,19 @@ def _correction(heads: DraftHeads, base: BaseModel) -> tuple[Tensor, Tensor]:
     return before, behind_output(heads, up, base)
 
 
-def _state(config: HeadsConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The state dict of ``BlockHeads``, with columns in the order of tokens."""
+def state_of(config: HeadsConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The state dict of ``BlockHeads``, with columns in the order of tokens.
+
+    Raises:
+        KeyError: A tensor is missing.
+        ValueError: There are tensors that such heads do not have.
+    """
     known = {name: tensor.clone() for name, tensor in tensors.items() if not name.startswith(CONFIDENCE)}
     for name in NOT_READ:
         known.pop(name, None)
     state = {ours: known.pop(theirs) for ours, theirs in _names(config)}
-    state |= {"down.weight": known.pop(BEFORE), "up.weight": known.pop(AFTER)}
+    if config.rank:
+        state |= {"down.weight": known.pop(BEFORE), "up.weight": known.pop(AFTER)}
     output, offsets_V = known.pop(OUTPUT, None), known.pop("d2t", None)
     if known:
         raise ValueError(f"it holds {', '.join(sorted(known))}, which its config does not mention")
@@ -183,7 +191,9 @@ def _state(config: HeadsConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tens
         if output is None or offsets_V is None:
             raise ValueError("its output layer or its list of tokens (d2t) is missing")
         state["draft_ids"], order_V = ids_and_order(offsets_V)
-        output, state["up.weight"] = output[order_V], state["up.weight"][order_V]
+        output = output[order_V]
+        if config.rank:
+            state["up.weight"] = state["up.weight"][order_V]
     if output is None:
         return state | {"gain": torch.ones_like(state["output_norm.weight"])}
     return state | {"lm_heads": output[None]}

@@ -73,7 +73,8 @@ class HeadsConfig:
     "block": instead of it; the last layer may be one of them). 0 = the middle one, -3 = the last but three; see
     ``layers_of``."""
     rank: int = 64
-    """Rank of the correction by the previous drafted token; architectures "markov" and "block" only."""
+    """Rank of the correction by the previous drafted token; architectures "markov" and "block" only. 0 = none ("block",
+    as in DFlash)."""
     draft_vocab_size: int = 0
     """Number of tokens that heads can draft, the most frequent ones; 0 = the whole vocabulary."""
     layer: LayerConfig | None = None
@@ -84,6 +85,9 @@ class HeadsConfig:
     own_correction: bool = False
     """The correction has two matrices of the vocabulary's size (DSpark) instead of using the base's; such block heads
     can draft, but are not trained here."""
+    skip_root: bool = False
+    """A block has one more row, that of the root, from which nothing is guessed (DFlash); such heads are not trained
+    here."""
     assistant: AssistantConfig | None = None
     """Shape of the layers; architecture "assistant" only."""
 
@@ -99,7 +103,8 @@ class HeadsConfig:
             if not isinstance(value := getattr(self, name), str):
                 raise ValueError(f"{name} ({value!r}) must be text; correct the heads' config")
         for name in ("hidden_size", "vocab_size", "num_heads", "num_layers", "rank"):
-            value, least = getattr(self, name), 0 if name == "vocab_size" else 1
+            may_lack = name == "vocab_size" or (name == "rank" and self.architecture == "block")
+            value, least = getattr(self, name), 0 if may_lack else 1
             if not isinstance(value, int) or value < least:
                 raise ValueError(
                     f"{name} ({value!r}) must be a whole number of at least {least}; correct the heads' config"
@@ -130,6 +135,11 @@ class HeadsConfig:
     def layers_of(self, num_layers: int) -> tuple[int, ...]:
         """``feature_layers`` for a base of ``num_layers`` layers, all counted from 1."""
         return tuple(layer + num_layers if layer < 0 else layer or num_layers // 2 for layer in self.feature_layers)
+
+    @property
+    def block_rows(self) -> int:
+        """Rows of a block."""
+        return self.num_heads + self.skip_root
 
     @property
     def output_size(self) -> int:

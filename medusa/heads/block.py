@@ -1,11 +1,11 @@
 """Block heads: one pass drafts all depths (after DFlash, Chen et al. 2026, and DSpark).
 
-Each draft is a block of K rows after the text, one per depth, which see the text and each other. They cannot see the
+Each draft is a block of rows after the text, one per depth, which see the text and each other. They cannot see the
 tokens that are being drafted; a correction by the previous drafted token adds these (as in ``markov``).
 
-Legend: M positions, R of them that are anchors of a block, K heads, B sequences, m tree nodes of a level, V vocabulary,
-D hidden size, H attention heads, G key heads, d head size; of documents computed together: n documents, l positions, r
-anchors.
+Legend: M positions, R of them that are anchors of a block, K heads, N rows of a block, B sequences, m tree nodes of a
+level, V vocabulary, D hidden size, H attention heads, G key heads, d head size; of documents computed together: n
+documents, l positions, r anchors.
 """
 
 import dataclasses
@@ -46,11 +46,13 @@ class BlockHeads(RememberingHeads):
     at 0, so the logits of fresh heads are those of s.
 
     With ``config.mask_token`` x_1 starts as e_1 itself, and all others as the embedding of that token. With
-    ``config.own_correction`` a row of a table replaces P e_k, and Q maps it to a summand of the logits.
+    ``config.own_correction`` a row of a table replaces P e_k, and Q maps it to a summand of the logits. With
+    ``config.skip_root`` the row of e_1 stands before x_1, so that x_k has position t + k + 1, that of the token it
+    guesses.
 
     Attributes:
         depths: [K, D] d.
-        down: P [R, D], with R = ``config.rank``, or the table [vocabulary, R].
+        down: P [R, D], with R = ``config.rank``, or the table [vocabulary, R]; None = there is no correction.
         up: Q [D, R], or [V, R].
     """
 
@@ -65,31 +67,38 @@ class BlockHeads(RememberingHeads):
             self.depths = nn.Parameter(torch.zeros(config.num_heads, dim))
         layers = nn.ModuleList(DecoderLayer(dim, layer) for _ in range(config.num_layers))
         self.layers: Iterable[DecoderLayer] = layers  # type: ignore[assignment]
-        own = config.own_correction
-        self.down = nn.Embedding(config.vocab_size, rank) if own else nn.Linear(dim, rank, bias=False)
-        self.up = nn.Linear(rank, config.output_size if own else dim, bias=False)
-        nn.init.zeros_(self.up.weight)
+        self.down: nn.Module | None = None
+        self.up: nn.Linear | None = None
+        if rank:
+            own = config.own_correction
+            self.down = nn.Embedding(config.vocab_size, rank) if own else nn.Linear(dim, rank, bias=False)
+            self.up = nn.Linear(rank, config.output_size if own else dim, bias=False)
+            nn.init.zeros_(self.up.weight)
         self._raised: LinearFunction | None = None  # maps the correction to logits, if it can be added to them
 
     def join(self, vocabulary: Vocabulary) -> None:
         """See ``DraftHeads.join``; also makes the KV cache, and joins the correction with the output layer."""
         super().join(vocabulary)
         self.memory = BlockMemory(self, vocabulary)
+        if self.up is None:
+            return
         up, own = self.up.weight, self.config.own_correction
         if own or self.lm_heads is not None or vocabulary.linear:
             self._raised = native_linear(up if own else behind_output(self, up, vocabulary))
 
     def rows(self, state_RD: Tensor, roots_R: Tensor, vocabulary: Vocabulary) -> Tensor:
-        """The blocks' rows [R, K, D] before the layers, from s and the tokens after it."""
+        """The blocks' rows [R, N, D] before the layers, from s and the tokens after it."""
         if (mask := self.config.mask_token) is not None:
-            unknown_RK = roots_R[:, None].new_full((len(roots_R), self.config.num_heads - 1), mask)
+            unknown_RK = roots_R[:, None].new_full((len(roots_R), self.config.block_rows - 1), mask)
             return vocabulary.embed(torch.cat([roots_R[:, None], unknown_RK], dim=1)).to(state_RD.dtype)
         embedded_RD = self.root_norm(vocabulary.embed(roots_R).to(state_RD.dtype))
         rows_RKD: Tensor = (state_RD + self.root_proj(embedded_RD))[:, None] + self.depths
         return rows_RKD
 
     def low(self, tokens: Tensor, vocabulary: Vocabulary) -> Tensor:
-        """P e [..., R] of the previous tokens [...], or their rows of the table."""
+        """P e [..., R] of the previous tokens [...], or their rows of the table; R = 0 if there is no correction."""
+        if self.down is None or self.up is None:
+            return torch.empty(*tokens.shape, 0, dtype=self.output_norm.weight.dtype, device=tokens.device)
         if not self.config.own_correction:
             tokens = unit_embeddings(tokens, vocabulary, self.up.weight.dtype)
         low: Tensor = self.down(tokens)
@@ -99,22 +108,25 @@ class BlockHeads(RememberingHeads):
         """See ``DraftHeads``; with ``own_correction``, features of ``forward`` end in the input of the correction."""
         said, low = features.tensor_split([self.config.hidden_size], dim=-1)
         logits = super().head_logits(head, said, vocabulary)
-        return logits + self.up(low) if low.shape[-1] else logits
+        return logits if self.up is None or not low.shape[-1] else logits + self.up(low)
 
     def drafted(self, state_MD: Tensor, path_MK: Tensor, vocabulary: Vocabulary, documents: Documents) -> Tensor:
         """See ``RememberingHeads``; every position where heads guess is the anchor of its own block."""
-        anchors_R, ahead_K = documents.wanted, torch.arange(path_MK.shape[1], device=state_MD.device)
-        text_MD, places_RK = self.text_norm(state_MD), documents.places[:, None] + 1 + ahead_K
-        x_RKD = self.rows(state_MD[anchors_R], path_MK[anchors_R, 0], vocabulary)
-        reach = documents.longest + path_MK.shape[1]
-        of_text, of_rows = (self.rotary.at(places, reach, x_RKD) for places in (documents.text_places, places_RK))
+        anchors_R, ahead_N = documents.wanted, torch.arange(self.config.block_rows, device=state_MD.device)
+        text_MD, places_RN = self.text_norm(state_MD), documents.places[:, None] + 1 + ahead_N
+        x_RND = self.rows(state_MD[anchors_R], path_MK[anchors_R, 0], vocabulary)
+        reach = documents.longest + self.config.block_rows
+        of_text, of_rows = (self.rotary.at(places, reach, x_RND) for places in (documents.text_places, places_RN))
         for layer in self.layers:
-            normed_RKD = layer.input_norm(x_RKD)
-            text, block = layer.key_value(text_MD, of_text), layer.key_value(normed_RKD, of_rows)
-            x_RKD = layer.finish(x_RKD, _attend(documents, layer.query(normed_RKD, of_rows), *block, *text))
-        features_RKD, low_RKR = self.scaled(self.output_norm(x_RKD)), self.low(path_MK[anchors_R], vocabulary)
-        own = self.config.own_correction
-        features_RKD = torch.cat([features_RKD, low_RKR], dim=-1) if own else features_RKD + self.up(low_RKR)
+            normed_RND = layer.input_norm(x_RND)
+            text, block = layer.key_value(text_MD, of_text), layer.key_value(normed_RND, of_rows)
+            x_RND = layer.finish(x_RND, _attend(documents, layer.query(normed_RND, of_rows), *block, *text))
+        features_RKD = self.scaled(self.output_norm(x_RND[:, self.config.skip_root :]))
+        low_RKR, corrected = self.low(path_MK[anchors_R], vocabulary), not self.config.own_correction
+        if corrected and self.up is not None:
+            features_RKD = features_RKD + self.up(low_RKR)
+        else:
+            features_RKD = torch.cat([features_RKD, low_RKR], dim=-1)
         return features_RKD.transpose(0, 1)
 
     def begin(self, hidden_BF: Tensor, vocabulary: Vocabulary, cached: Cached = ()) -> Beginning:
@@ -131,9 +143,12 @@ class BlockHeads(RememberingHeads):
         if isinstance(state, Beginning):
             assert isinstance(self.memory, BlockMemory), "begin has asked"
             state = self.scaled(self.memory.draft(*state, tokens_Bm[:, 0]))
-            if self._raised is not None:
+            if self._raised is not None or self.up is None:
                 state = self.head_logits(0, state, vocabulary)
-        before, low_BmR = state[:, head, None], self.low(tokens_Bm, vocabulary)
+        before = state[:, head, None]
+        if self.up is None:
+            return before, state
+        low_BmR = self.low(tokens_Bm, vocabulary)
         if self._raised is None:
             return self.head_logits(head, before + self.up(low_BmR), vocabulary), state
         return before + self._raised(low_BmR), state
@@ -179,17 +194,24 @@ class BlockMemory(Follower):
         return states_RD
 
     def draft(self, texts: Texts, state_BD: Tensor, roots_B: Tensor) -> Tensor:
-        """The block's rows [B, K, D] after all layers and the last norm.
+        """The block's rows that guess [B, K, D], after all layers and the last norm.
 
         Its keys and values are stored after the text's, until later tokens overwrite them.
         """
         heads, pool = self._heads, texts.pool
-        x_BKD = heads.rows(state_BD, roots_B, self._vocabulary)
-        depths, x_RD = x_BKD.shape[1], x_BKD.flatten(0, 1)
-        block = dataclasses.replace(Draft.chain(roots_B[:, None].expand(-1, depths)), together=True)
+        x_BND = heads.rows(state_BD, roots_B, self._vocabulary)
+        x_RD = x_BND.flatten(0, 1)
+        block = dataclasses.replace(Draft.chain(roots_B[:, None].expand(x_BND.shape[:2])), together=True)
         plan = self.plan(texts, block)
         if self.fused is not None:
-            return self.fused[1](pool, plan, heads.rotary.tables(plan.reach, x_RD), x_RD).view_as(x_BKD)
+            x_RD = self.fused[1](pool, plan, heads.rotary.tables(plan.reach, x_RD), x_RD)
+        else:
+            x_RD = heads.output_norm(self._through(pool, plan, x_RD))
+        return x_RD.view_as(x_BND)[:, heads.config.skip_root :]
+
+    def _through(self, pool: BlockPool, plan: TreePlan, x_RD: Tensor) -> Tensor:
+        """The block's rows after all layers."""
+        heads = self._heads
         angles = heads.rotary.at(plan.positions, plan.reach, x_RD)
         with pool.cache.running(plan) as cache:
             for index, layer in enumerate(heads.layers):
@@ -198,8 +220,7 @@ class BlockMemory(Follower):
                 keys, values = cache.update(key.transpose(0, 1)[None], value.transpose(0, 1)[None], index)
                 mixed_RHd = attend(plan, layer.query(normed_RD, angles), keys, values, self._scoring)
                 x_RD = layer.finish(x_RD, mixed_RHd)
-        out_RD: Tensor = heads.output_norm(x_RD)
-        return out_RD.view_as(x_BKD)
+        return x_RD
 
 
 def _fused(heads: BlockHeads, vocabulary: Vocabulary) -> tuple[FusedLayers, FusedLayers] | None:

@@ -1,4 +1,4 @@
-"""Logits of EAGLE-3 and DSpark drafts by the speculators package; runs in its environment.
+"""Logits of EAGLE-3, DSpark and DFlash drafts by the speculators package; runs in its environment.
 
 `python speculators_check.py JOB.json TENSORS.safetensors RESULT.safetensors`. The job has `base`, `steps`, `exports`
 (directories by name), and `made`: by name, a directory and options of drafts with random weights that are written
@@ -15,7 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from speculators import SpeculatorModel, SpeculatorModelConfig
 from speculators.config import SpeculatorsConfig, VerifierConfig
-from speculators.models.dspark import DSparkDraftModel, DSparkSpeculatorConfig, core
+from speculators.models.dflash import DFlashDraftModel, DFlashSpeculatorConfig
+from speculators.models.dspark import DSparkDraftModel, DSparkSpeculatorConfig
 from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
 from speculators.proposals.greedy import GreedyTokenProposalConfig
 from transformers import AutoConfig
@@ -23,6 +24,7 @@ from transformers import AutoConfig
 ALGORITHMS = {
     "eagle3": (Eagle3SpeculatorConfig, Eagle3DraftModel),
     "dspark": (DSparkSpeculatorConfig, DSparkDraftModel),
+    "dflash": (DFlashSpeculatorConfig, DFlashDraftModel),
 }
 
 
@@ -63,7 +65,7 @@ def logits(directory: str, steps: int, ids: torch.Tensor, hidden: torch.Tensor) 
     config = SpeculatorModelConfig.from_pretrained(directory)
     config.transformer_layer_config._attn_implementation = "eager"
     model = SpeculatorModel.from_pretrained(directory, config=config, dtype=torch.float32).eval()
-    if config.speculators_model_type == "dspark":
+    if config.speculators_model_type != "eagle3":
         return block_logits(model, ids, hidden)
     said: list[torch.Tensor] = []
     model.lm_head.register_forward_hook(lambda module, arguments, out: said.append(out[0]))
@@ -72,21 +74,21 @@ def logits(directory: str, steps: int, ids: torch.Tensor, hidden: torch.Tensor) 
     return torch.stack(said)
 
 
-def block_logits(model: DSparkDraftModel, ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-    """The same of a block behind every place; its first row is the token behind."""
+def block_logits(model: SpeculatorModel, ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+    """The same of a block behind every place; its first row is the token behind, from which DFlash guesses nothing."""
     said: list[torch.Tensor] = []
 
     def loss(logits: torch.Tensor, *arguments: Any, **options: Any) -> tuple[torch.Tensor, dict[str, Any]]:
         said.append(logits[0])
         return logits.sum(), {}
 
-    core.compute_metrics = loss
+    sys.modules[type(model).__module__].compute_metrics = loss
     features = torch.cat([hidden[layer - 1] for layer in model.config.aux_hidden_state_layer_ids], dim=-1)
     places = len(ids) - model.block_size
     nothing = torch.zeros(1, len(ids), dtype=torch.int64)
     model(features[None], ids[None], 1 + nothing, hidden[-1:], nothing, max_anchors=places)
     by_place = said[0].view(places, model.block_size, -1)[1:]  # nothing stands before the first
-    return by_place.transpose(0, 1).contiguous()
+    return by_place[:, 0 if model.config.sample_from_anchor else 1 :].transpose(0, 1).contiguous()
 
 
 def main(job_file: str, tensors_file: str, result_file: str) -> None:

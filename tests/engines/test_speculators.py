@@ -43,6 +43,9 @@ MADE: dict[str, dict[str, Any]] = {
         "layer": {"rope_parameters": LONG | {"low_freq_factor": 1.0, "high_freq_factor": 4.0}},
     },
     "their-dspark": DSPARK | {"vocabulary": 20},
+    "their-dflash": DSPARK | {"algorithm": "dflash", "vocabulary": 20, "block_size": STEPS + 1},
+    "their-whole-dflash": DSPARK
+    | {"algorithm": "dflash", "vocabulary": 50, "block_size": STEPS + 1, "layer": {"num_hidden_layers": 3}},
     "their-whole-dspark": DSPARK | {"vocabulary": 50, "layer": {"num_hidden_layers": 3}, "markov_rank": 4},
 }  # fmt: skip
 

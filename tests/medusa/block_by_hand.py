@@ -9,7 +9,7 @@ from tests.medusa.layer_by_hand import states, turned, within
 def recomputed(heads, base, text, path):
     """Logits of the token behind a path below the last token of a text."""
     config, layer, dim = heads.config, heads.config.layer, heads.config.hidden_size
-    end, depths, groups = len(text) - 1, config.num_heads, layer.num_attention_heads // layer.num_key_value_heads
+    end, depths, groups = len(text) - 1, config.block_rows, layer.num_attention_heads // layer.num_key_value_heads
     hidden = state = states(base, config.feature_layers, tuple(text))
     if heads.fusion is not None:
         taps = hidden[:, dim:].unflatten(1, (-1, dim))
@@ -39,8 +39,10 @@ def recomputed(heads, base, text, path):
         normed = block.mlp_norm(rows)
         gated = silu(linear(normed, block.gate_proj.weight)) * linear(normed, block.up_proj.weight)
         rows = rows + linear(gated, block.down_proj.weight)
-    feature = heads.output_norm(rows[len(path)]) * (1 if heads.gain is None else heads.gain)
+    feature = heads.output_norm(rows[config.skip_root + len(path)]) * (1 if heads.gain is None else heads.gain)
     output, last = base.lm_head_weight if heads.lm_heads is None else heads.lm_heads[0], [*text, *path][-1]
+    if not config.rank:
+        return linear(feature, output)
     if config.own_correction:
         return linear(feature, output) + heads.up.weight @ heads.down.weight[last]
     before = rms_norm(base.embed(torch.tensor(last)), (dim,))

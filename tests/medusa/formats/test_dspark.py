@@ -38,15 +38,16 @@ def new_heads(base):
 
 
 @torch.no_grad()
-def said(base, heads):
+def said(base, heads, count=4):
     """Logits of each head behind a text, by hand and by the heads."""
-    by_hand = torch.stack([recomputed(heads, base, TEXT, PATH[:depth]) for depth in range(4)])
+    path = [*PATH, 5][: count - 1]
+    by_hand = torch.stack([recomputed(heads, base, TEXT, path[:depth]) for depth in range(count)])
     if len(by_hand[0]) != heads.config.output_size:
         by_hand = by_hand[:, heads.draft_ids]
     hidden = base.tapped(heads.config.feature_layers).hidden_states(torch.tensor([TEXT[:-1]]))[0]
-    path = torch.tensor([TEXT[-1], *PATH]).expand(len(hidden), -1)
+    path = torch.tensor([TEXT[-1], *path]).expand(len(hidden), -1)
     features = heads.forward(hidden, path, base)[:, -1]
-    computed = torch.stack([heads.head_logits(head, features[head], base) for head in range(4)])
+    computed = torch.stack([heads.head_logits(head, features[head], base) for head in range(count)])
     torch.testing.assert_close(computed, by_hand, rtol=1e-4, atol=1e-4)
     return computed
 
