@@ -24,32 +24,33 @@ class LayerWeights(NamedTuple):
         norm: Weight of the norm of hidden states.
         mlp_norm: Weight of the norm before the MLP.
         token_norm: Weight of the norm of embeddings, if queries, keys and values read [norm(embedding); norm(state)].
+        query_norm: Weight of the norm of queries, head by head.
+        key_norm: Weight of that of keys.
     """
 
     linears: Sequence[nn.Linear]
     norm: Tensor
     mlp_norm: Tensor | None = None
     token_norm: Tensor | None = None
+    query_norm: Tensor | None = None
+    key_norm: Tensor | None = None
 
     @property
     def tensors(self) -> list[Tensor]:
         """All tensors."""
-        weights = [linear.weight for linear in self.linears]
-        norms = (self.norm, self.mlp_norm, self.token_norm)
-        return [tensor.detach() for tensor in (*weights, *norms) if tensor is not None]
+        parts = [part for linear in self.linears for part in (linear.weight, linear.bias)]
+        return [tensor.detach() for tensor in (*parts, *self[1:]) if tensor is not None]
 
     @property
     def struct(self) -> Block:
         """The struct for the kernel."""
-        structs = [LinearStruct.of(linear.weight) for linear in self.linears]
+        structs = [LinearStruct.of(linear.weight, linear.bias) for linear in self.linears]
         if len(structs) == 2:
             structs = [LinearStruct(), *structs, *[LinearStruct()] * 5]
         else:
             structs.insert(3, LinearStruct())
-        norm, mlp_norm, token_norm = (
-            None if norm is None else norm.data_ptr() for norm in (self.norm, self.mlp_norm, self.token_norm)
-        )
-        return Block(*structs, norm=norm, mlp_norm=mlp_norm, token_norm=token_norm)
+        norms = zip(self._fields[1:], self[1:], strict=True)
+        return Block(*structs, **{name: norm.data_ptr() for name, norm in norms if norm is not None})
 
 
 class FusedLayers:

@@ -163,9 +163,10 @@ def _fused(heads: AttentionHeads, vocabulary: Vocabulary) -> FusedLayers | None:
     if vocabulary.matrices is None or vocabulary.attention.name != "exact":
         return None
     layer = heads._layer
-    if layer.norm_before_residual or layer.norm_heads or layer.attention_bias:
+    if layer.norm_before_residual:
         return None
-    weights = LayerWeights(heads.linears, heads.state_norm.weight, heads.mlp_norm.weight, heads.token_norm.weight)
+    norms = heads.state_norm.weight, heads.mlp_norm.weight, heads.token_norm.weight
+    weights = LayerWeights(heads.linears, *norms, **heads.norms_of_heads())
     try:
         return FusedLayers([weights], vocabulary.matrices, **layer.sizes)
     except UnusualBlockError:

@@ -226,11 +226,17 @@ class BlockMemory(Follower):
 def _fused(heads: BlockHeads, vocabulary: Vocabulary) -> tuple[FusedLayers, FusedLayers] | None:
     """The C++ passes over a text and over a block; None if the kernel does not support these layers."""
     shape = heads._layer
-    if vocabulary.matrices is None or vocabulary.attention.name != "exact" or shape.norm_heads or shape.attention_bias:
+    if vocabulary.matrices is None or vocabulary.attention.name != "exact":
         return None
     ends, sizes = vocabulary.matrices, shape.sizes
-    text = [LayerWeights([layer.k_proj, layer.v_proj], heads.text_norm.weight) for layer in heads.layers]
-    block = [LayerWeights(layer.linears, layer.input_norm.weight, layer.mlp_norm.weight) for layer in heads.layers]
+    text = [
+        LayerWeights([layer.k_proj, layer.v_proj], heads.text_norm.weight, **layer.norms_of_heads("key"))
+        for layer in heads.layers
+    ]
+    block = [
+        LayerWeights(layer.linears, layer.input_norm.weight, layer.mlp_norm.weight, **layer.norms_of_heads())
+        for layer in heads.layers
+    ]
     try:
         return FusedLayers(text, ends, **sizes), FusedLayers(block, ends, heads.output_norm.weight, **sizes)
     except UnusualBlockError:

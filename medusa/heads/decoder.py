@@ -40,6 +40,11 @@ class Projections(nn.Module):
         attention, mlp = (self.q_proj, self.k_proj, self.v_proj, self.o_proj), (self.gate_proj, self.up_proj)
         return [*attention, *mlp, self.down_proj]
 
+    def norms_of_heads(self, *names: str) -> dict[str, Tensor]:
+        """Weights of the norms of queries and keys (or of these) by name; none if there are no such norms."""
+        norms = {f"{name}_norm": getattr(self, f"{name}_norm") for name in names or ("query", "key")}
+        return {name: norm.weight for name, norm in norms.items() if isinstance(norm, nn.RMSNorm)}
+
     def query(self, normed: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
         """Rotated queries [..., H, d] of normed rows [..., D]."""
         return turned(self.query_norm(self.q_proj(normed).unflatten(-1, (-1, self._size))), angles)

@@ -26,6 +26,7 @@ OWN = {"own_lm_heads": True}
 EAGLE_31 = {}
 EAGLE_3 = {"norm_features": False, "norm_output": False}
 OTHERS = {"norm_jointly": True, "norm_before_residual": True, "norm_heads": True, "attention_bias": True}
+QWEN = {"norm_heads": True, "attention_bias": True}
 DSPARK = {"norm_heads": True, "norm_features": False, "attention_bias": True}
 SHAPES = {
     "attention": (OWN, EAGLE_31),
@@ -215,21 +216,30 @@ def test_without_a_text_they_say_what_to_do(base, make):
         dataclasses.replace(heads.config.layer, num_key_value_heads=3)
 
 
+def other_norms(heads):
+    """The same with norms of queries and keys that are far from 1."""
+    for name, weight in heads.named_parameters():
+        if "query_norm" in name or "key_norm" in name:
+            weight.data.uniform_(0.5, 1.5)
+    return heads
+
+
 @pytest.mark.skipif(not available(), reason="there is no C++ compiler here")
 @pytest.mark.parametrize(
     ("dtype", "norms"),
     [
-        (SINGLE, EAGLE_3), (SINGLE, EAGLE_31), (SINGLE, OTHERS), (SINGLE, {"window": 17}),
-        (BF16, EAGLE_31), (BF16, OTHERS), (F16, EAGLE_3), (F16, {"window": 17}),
+        (SINGLE, EAGLE_3), (SINGLE, EAGLE_31), (SINGLE, QWEN), (SINGLE, {"window": 17}),
+        (BF16, EAGLE_31), (BF16, QWEN), (F16, EAGLE_3), (F16, {"window": 17}),
     ],
 )  # fmt: skip
 def test_attention_in_one_call_is_that_in_python(base_directory, make_heads, monkeypatch, norms, dtype):
     """Of prompts and of levels of trees, in a batch."""
     base = BaseModel.load(base_directory, dtype=dtype, device="cpu")
     layer = LayerConfig.of(base.config, **norms)
-    heads = make_heads(4, architecture="attention", layer=layer, **ONE, **OWN).to(dtype)
+    heads = other_norms(make_heads(4, architecture="attention", layer=layer, **ONE, **OWN)).to(dtype)
     model = MedusaModel(base, heads)
     memory = model.heads.memory
+    assert memory.fused is not None
     fused, run, compared = memory.fused, type(memory).run, []
 
     def both(memory, pool, plan, states):
@@ -253,11 +263,16 @@ def test_attention_in_one_call_is_that_in_python(base_directory, make_heads, mon
 
 
 @pytest.mark.skipif(not available(), reason="there is no C++ compiler here")
-@pytest.mark.parametrize(("dtype", "layers"), [(SINGLE, 1), (SINGLE, 2), (BF16, 2), (F16, 1)])
-def test_blocks_in_one_call_are_those_in_python(base_directory, make_heads, layers, dtype):
+@pytest.mark.parametrize(
+    ("dtype", "layers", "shape"),
+    [(SINGLE, 1, {}), (SINGLE, 2, {}), (SINGLE, 2, DSPARK), (BF16, 2, {}), (BF16, 2, DSPARK), (F16, 1, {})],
+)
+def test_blocks_in_one_call_are_those_in_python(base_directory, make_heads, layers, shape, dtype):
     """Over texts, prompts among them, and over blocks, in a batch: the same scores of the same paths."""
     base = BaseModel.load(base_directory, dtype=dtype, device="cpu")
-    heads = make_heads(4, architecture="block", feature_layers=(1,), num_layers=layers).to(dtype)
+    layer = LayerConfig.of(base.config, **shape)
+    heads = other_norms(make_heads(4, architecture="block", feature_layers=(1,), num_layers=layers, layer=layer))
+    heads = heads.to(dtype)
     model, seen = MedusaModel(base, heads), []
     assert model.heads.memory.fused is not None
     for _ in range(2):
