@@ -127,7 +127,8 @@ class TreePlan:
         spans: Windows and chunks by layer index; layers that are missing see all earlier positions.
         computed: Number of nodes of each tree, from the root on, that earlier passes have computed; rows are the nodes
             after them. If it is not 0, there is one draft, and no layer has a window or chunks.
-        together: All nodes of a tree see each other (``Draft.together``); the same conditions hold.
+        together: All nodes of a tree see each other (``Draft.together``); there is one draft, and no layer has chunks.
+            Windows count from each node's own position.
         gathered: Layers pass a copy of only these sequences' blocks, in the order of the table.
         skipped: [S] int64 number of positions of each text that the table and L leave out; None = none.
         reach: Larger than all positions of rows.

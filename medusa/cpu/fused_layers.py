@@ -26,6 +26,7 @@ class LayerWeights(NamedTuple):
         token_norm: Weight of the norm of embeddings, if queries, keys and values read [norm(embedding); norm(state)].
         query_norm: Weight of the norm of queries, head by head.
         key_norm: Weight of that of keys.
+        window: Last positions that a row sees; 0 = all.
     """
 
     linears: Sequence[nn.Linear]
@@ -34,12 +35,18 @@ class LayerWeights(NamedTuple):
     token_norm: Tensor | None = None
     query_norm: Tensor | None = None
     key_norm: Tensor | None = None
+    window: int = 0
 
     @property
     def tensors(self) -> list[Tensor]:
         """All tensors."""
         parts = [part for linear in self.linears for part in (linear.weight, linear.bias)]
-        return [tensor.detach() for tensor in (*parts, *self[1:]) if tensor is not None]
+        return [tensor.detach() for tensor in (*parts, *self._norms.values()) if tensor is not None]
+
+    @property
+    def _norms(self) -> dict[str, Tensor | None]:
+        names = ("norm", "mlp_norm", "token_norm", "query_norm", "key_norm")
+        return {name: getattr(self, name) for name in names}
 
     @property
     def struct(self) -> Block:
@@ -49,8 +56,8 @@ class LayerWeights(NamedTuple):
             structs = [LinearStruct(), *structs, *[LinearStruct()] * 5]
         else:
             structs.insert(3, LinearStruct())
-        norms = zip(self._fields[1:], self[1:], strict=True)
-        return Block(*structs, **{name: norm.data_ptr() for name, norm in norms if norm is not None})
+        norms = {name: norm.data_ptr() for name, norm in self._norms.items() if norm is not None}
+        return Block(*structs, **norms, window=self.window)
 
 
 class FusedLayers:

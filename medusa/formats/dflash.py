@@ -20,8 +20,9 @@ from medusa.heads import HeadsConfig
 from medusa.sampling import is_whole
 
 OWN = "dflash_config"
-KNOWN = {"mask_token_id", "target_layer_ids", "block_size"}
+KNOWN = {"mask_token_id", "target_layer_ids", "block_size", "use_swa", "swa_window_size"}
 """Keys of ``dflash_config``; others change what a draft computes."""
+WINDOWED = "sliding_attention"
 
 
 class Dflash(StoredDraft):
@@ -50,7 +51,7 @@ class Dflash(StoredDraft):
         if 0 in values[TAPS]:
             raise ValueError("it reads the base's embeddings as a layer, which heads here do not support")
         told = values["speculators_config"]
-        of_layer = values["transformer_layer_config"] | {"target_hidden_size": values.get("target_hidden_size")}
+        windows, of_layer = _windows(values)
         layer, decoder = layer_of(of_layer, {"norm_features": False, "norm_heads": True})
         whole = values["draft_vocab_size"] == decoder.vocab_size
         config = HeadsConfig(
@@ -67,8 +68,25 @@ class Dflash(StoredDraft):
             layer=layer,
             mask_token=int(values["mask_token_id"]),
             skip_root=not from_anchor,
+            layer_windows=windows,
         )
         return config, state_of(config, tensors)
+
+
+def _windows(values: Mapping[str, Any]) -> tuple[tuple[int, ...], dict[str, Any]]:
+    """The window of each layer (none if no layer has one), and the decoder's config without windows."""
+    decoder = dict(values["transformer_layer_config"])
+    kinds, size = decoder.pop("layer_types", None) or [], decoder.pop("sliding_window", None)
+    decoder |= {"target_hidden_size": values.get("target_hidden_size"), "use_sliding_window": False}
+    if WINDOWED not in kinds:
+        return (), decoder
+    if not values.get("sliding_window_non_causal"):
+        raise ValueError("its layers with windows do not see later rows of a block, which heads here do not support")
+    if not is_whole(size) or size < values["block_size"] or len(kinds) != decoder["num_hidden_layers"]:
+        raise ValueError(
+            f"its window ({size!r}) is no number that holds a block, or its layer_types are not its layers'"
+        )
+    return tuple(size * (kind == WINDOWED) for kind in kinds), decoder
 
 
 def _as_the_package_has_it(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -76,11 +94,15 @@ def _as_the_package_has_it(values: Mapping[str, Any]) -> dict[str, Any]:
     own = values[OWN]
     if more := sorted(key for key in own if key not in KNOWN and own[key]):
         raise ValueError(f"it has {', '.join(more)} in its {OWN}, which heads here do not support")
+    decoder = dict(values)
+    if own.get("use_swa"):  # Model Optimizer's
+        decoder |= {"layer_types": [WINDOWED] * values["num_hidden_layers"], "sliding_window": own["swa_window_size"]}
     return {
         "block_size": values.get("block_size") or own["block_size"],
         "mask_token_id": own["mask_token_id"],
         TAPS: [index + 1 for index in own["target_layer_ids"]],
         "draft_vocab_size": values["vocab_size"],
-        "transformer_layer_config": dict(values),
+        "transformer_layer_config": decoder,
+        "sliding_window_non_causal": True,
         "speculators_config": {"verifier": {}},
     }

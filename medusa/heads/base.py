@@ -88,11 +88,15 @@ class HeadsConfig:
     skip_root: bool = False
     """A block has one more row, that of the root, from which nothing is guessed (DFlash); such heads are not trained
     here."""
+    layer_windows: tuple[int, ...] = ()
+    """Last positions that each decoder layer of a block sees, counted from a row's own (0 = the whole text); () = all
+    layers see the whole text. Such heads are not trained here."""
     assistant: AssistantConfig | None = None
     """Shape of the layers; architecture "assistant" only."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "feature_layers", tuple(self.feature_layers))  # JSON has lists only
+        for name in ("feature_layers", "layer_windows"):  # JSON has lists only
+            object.__setattr__(self, name, tuple(getattr(self, name)))
         layer: Any = self.layer
         if isinstance(layer, dict):
             object.__setattr__(self, "layer", LayerConfig(**layer))

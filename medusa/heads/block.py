@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from medusa.attention import Scoring, TreePlan, attend
+from medusa.attention import Scoring, TreePlan, attend_rows
 from medusa.base.usual_block import UnusualBlockError
 from medusa.cache import BlockPool, Cached, Follower, Texts
 from medusa.cpu.fused_layers import FusedLayers, LayerWeights
@@ -111,7 +111,13 @@ class BlockHeads(RememberingHeads):
         return logits if self.up is None or not low.shape[-1] else logits + self.up(low)
 
     def drafted(self, state_MD: Tensor, path_MK: Tensor, vocabulary: Vocabulary, documents: Documents) -> Tensor:
-        """See ``RememberingHeads``; every position where heads guess is the anchor of its own block."""
+        """See ``RememberingHeads``; every position where heads guess is the anchor of its own block.
+
+        Raises:
+            ValueError: Layers have windows of their own.
+        """
+        if self.config.layer_windows:
+            raise ValueError("heads whose layers have windows of their own (layer_windows) are not trained here")
         anchors_R, ahead_N = documents.wanted, torch.arange(self.config.block_rows, device=state_MD.device)
         text_MD, places_RN = self.text_norm(state_MD), documents.places[:, None] + 1 + ahead_N
         x_RND = self.rows(state_MD[anchors_R], path_MK[anchors_R, 0], vocabulary)
@@ -170,7 +176,8 @@ class BlockMemory(Follower):
     def __init__(self, heads: BlockHeads, vocabulary: Vocabulary) -> None:
         super().__init__(vocabulary.attention, next(heads.parameters()).device, heads._layer.window)
         self._heads, self._vocabulary = heads, vocabulary
-        self._scoring = Scoring(heads._layer.head_dim**-0.5)
+        windows = heads.config.layer_windows or [0] * heads.config.num_layers
+        self._scorings = [Scoring(heads._layer.head_dim**-0.5, window or None) for window in windows]
         self.fused = _fused(heads, vocabulary)
 
     def new_pool(self) -> BlockPool:
@@ -218,7 +225,7 @@ class BlockMemory(Follower):
                 normed_RD = layer.input_norm(x_RD)
                 key, value = layer.key_value(normed_RD, angles)
                 keys, values = cache.update(key.transpose(0, 1)[None], value.transpose(0, 1)[None], index)
-                mixed_RHd = attend(plan, layer.query(normed_RD, angles), keys, values, self._scoring)
+                mixed_RHd = attend_rows(plan, layer.query(normed_RD, angles), keys, values, self._scorings[index])
                 x_RD = layer.finish(x_RD, mixed_RHd)
         return x_RD
 
@@ -233,9 +240,12 @@ def _fused(heads: BlockHeads, vocabulary: Vocabulary) -> tuple[FusedLayers, Fuse
         LayerWeights([layer.k_proj, layer.v_proj], heads.text_norm.weight, **layer.norms_of_heads("key"))
         for layer in heads.layers
     ]
+    windows = heads.config.layer_windows or [0] * len(text)
     block = [
-        LayerWeights(layer.linears, layer.input_norm.weight, layer.mlp_norm.weight, **layer.norms_of_heads())
-        for layer in heads.layers
+        LayerWeights(
+            layer.linears, layer.input_norm.weight, layer.mlp_norm.weight, window=window, **layer.norms_of_heads()
+        )
+        for layer, window in zip(heads.layers, windows, strict=True)
     ]
     try:
         return FusedLayers(text, ends, **sizes), FusedLayers(block, ends, heads.output_norm.weight, **sizes)

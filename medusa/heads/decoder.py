@@ -3,6 +3,8 @@
 Legend: R rows, H attention heads, G key heads, d head size, D hidden size.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -40,7 +42,7 @@ class Projections(nn.Module):
         attention, mlp = (self.q_proj, self.k_proj, self.v_proj, self.o_proj), (self.gate_proj, self.up_proj)
         return [*attention, *mlp, self.down_proj]
 
-    def norms_of_heads(self, *names: str) -> dict[str, Tensor]:
+    def norms_of_heads(self, *names: str) -> dict[str, Any]:
         """Weights of the norms of queries and keys (or of these) by name; none if there are no such norms."""
         norms = {f"{name}_norm": getattr(self, f"{name}_norm") for name in names or ("query", "key")}
         return {name: norm.weight for name, norm in norms.items() if isinstance(norm, nn.RMSNorm)}

@@ -11,7 +11,7 @@ from medusa.base.model import BaseModel
 from medusa.base.names import is_at, resolve_base, shipped_heads
 from medusa.formats import load_heads, load_provenance
 from medusa.heads import DraftHeads, HeadsConfig
-from medusa.io.hub import are_heads, fetch_heads, is_model
+from medusa.io.hub import are_heads, fetch_heads, is_model, is_repository
 from medusa.loading import exactness
 from medusa.loading.dtype import faster_dtype
 from medusa.loading.self_test import choose_decoding, fuse
@@ -99,6 +99,6 @@ def load_draft_model(name: str | Path, base: BaseModel) -> BaseModel:
         FileNotFoundError: A directory is missing.
         ValueError: The model cannot be loaded or decoded, or the directory holds heads.
     """
-    if are_heads(name):
+    if are_heads(name) or (is_repository(str(name)) and not is_model(name)):
         raise ValueError(f"draft model ({name}) is no model: these are heads; give them as heads (heads=, --heads)")
     return fuse(choose_decoding(BaseModel.load(resolve_base(str(name)), base.dtype, base.device, pack=True)))

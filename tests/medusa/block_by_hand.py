@@ -22,7 +22,7 @@ def recomputed(heads, base, text, path):
     else:
         rows = base.embed(torch.tensor([text[-1]] + [config.mask_token] * (depths - 1)))
     cosines, sines = (table[: end + depths, None] for table in layer.angles(end + depths, hidden))
-    for block in heads.layers:
+    for index, block in enumerate(heads.layers):
         read = torch.cat([heads.text_norm(state), block.input_norm(rows)])
         query, key, value = (
             linear(read, projection.weight, projection.bias).view(len(read), -1, layer.head_dim)
@@ -34,6 +34,9 @@ def recomputed(heads, base, text, path):
         query, key = (turned(x, cosines, sines)[first:] for x, first in ((query, end), (key, 0)))
         scores = torch.einsum("qhd,khd->hqk", query, key.repeat_interleave(groups, dim=1)) * layer.head_dim**-0.5
         scores = scores.masked_fill(~within(layer.window, torch.tensor(end), end + depths), -torch.inf)
+        if config.layer_windows and (window := config.layer_windows[index]):
+            apart = torch.arange(end, end + depths)[:, None] - torch.arange(end + depths)
+            scores = scores.masked_fill(apart >= window, -torch.inf)
         mixed = torch.einsum("hqk,khd->qhd", scores.softmax(-1), value.repeat_interleave(groups, dim=1)).flatten(1)
         rows = rows + linear(mixed, block.o_proj.weight, block.o_proj.bias)
         normed = block.mlp_norm(rows)

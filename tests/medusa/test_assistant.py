@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -28,6 +29,7 @@ from tests.medusa.test_model_drafter import tiny as words_of
 from tests.medusa.test_replay import compared
 from tests.medusa.trees import by_path
 
+INTERPRETED = pytest.mark.skipif("TRITON_INTERPRET" not in os.environ, reason="see test_attention_triton.py")
 TEXTS = [[5, 6, 7, 9, 4, 4, 8], [9, 8], [11, 3, 40] * 20]
 OPTIONS = {"max_new_tokens": 16, "ignore_eos": True}
 SAMPLED = {"temperature": 0.8, "top_p": 0.9, "seed": [1, 2, 3]}
@@ -72,7 +74,12 @@ def scores(known, base, text, paths):
 
 @pytest.mark.parametrize(
     ("kind", "attention", "centroids"),
-    [("layers that share keys", "exact", 8), ("own keys", "reference", 0), ("layers that share keys", "flash", 0)],
+    [
+        ("layers that share keys", "exact", 8),
+        ("own keys", "reference", 0),
+        ("layers that share keys", "flash", 0),
+        pytest.param("layers that share keys", "triton", 8, marks=INTERPRETED),
+    ],
 )
 def test_every_node_is_what_transformers_says_of_text_and_path(tmp_path, monkeypatch, kind, attention, centroids):
     """In a batch of texts of several lengths, behind accepted drafts, longer than the windows."""

@@ -59,8 +59,8 @@ OF_BATCHES = "test_batch.py and not (many or probabilities or penalties)"
 INTERPRETED = {
     "a pass, losses and moves": ("test_gpu_pass.py test_gpu_losses.py test_gpu_moves.py", "test"),
     "attention": (
-        "test_attention.py test_conformance.py test_batch.py",
-        f"triton and (test_attention.py or {OF_FAMILIES} or {OF_BATCHES})",
+        "test_attention.py test_conformance.py test_batch.py test_assistant.py",
+        f"triton and (test_attention.py or test_assistant.py or {OF_FAMILIES} or {OF_BATCHES})",
     ),
 }
 """Files and names of tests whose kernels can be interpreted in a minute or two."""

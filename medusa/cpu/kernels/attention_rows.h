@@ -31,7 +31,8 @@ struct Rows {
     int64_t length;
     const int64_t* parents;
     int count, node[BLOCK], head[BLOCK];               // head: among those of the key head
-    int64_t first[BLOCK], shared[BLOCK], last[BLOCK];  // positions: the first seen, where ancestors leave their places, own
+    int64_t first[BLOCK], shared[BLOCK], last[BLOCK];  // positions: first and last seen, and where ancestors leave their places
+    int64_t own[BLOCK];                                // own positions
     int64_t from = 0, to = 0;                          // of all rows
 
     Rows(const Layer& at, int64_t b, int64_t begin, int64_t end, const int64_t* depth, const int64_t* leading)
@@ -41,7 +42,7 @@ struct Rows {
             node[r] = int(n), head[r] = int((begin + r) % at.groups());
             last[r] = length + (at.together ? at.count(b) - 1 : depth[n]);
             shared[r] = length + (at.together ? at.count(b) : leading[n]);
-            first[r] = 0, to = std::max(to, last[r] + 1);
+            own[r] = length + depth[n], first[r] = 0, to = std::max(to, last[r] + 1);
         }
     }
 
@@ -50,7 +51,7 @@ struct Rows {
         Rows rows = *this;
         rows.from = INT64_MAX;
         for (int r = 0; r < count; r++) {
-            rows.first[r] = at.window ? std::max<int64_t>(0, last[r] - at.window + 1) : last[r] / at.chunk * at.chunk;
+            rows.first[r] = at.window ? std::max<int64_t>(0, own[r] - at.window + 1) : own[r] / at.chunk * at.chunk;
             rows.from = std::min(rows.from, rows.first[r]);
         }
         return rows;

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from medusa import HeadsConfig, MedusaModel, build_heads
+from medusa import BaseModel, HeadsConfig, MedusaModel, build_heads
 from medusa.engine.graph import StepGraphs
 from medusa.formats import find_format, holders, load_heads, refusal
 from medusa.formats.dspark import _names
@@ -14,10 +14,10 @@ from medusa.heads.layer import LayerConfig
 from medusa.io.hub import is_model
 from tests.medusa.formats.stored import change_config, trained
 from tests.medusa.formats.test_dspark import said
-from tests.medusa.remembering import TEXTS, Watched, scores
+from tests.medusa.remembering import TEXTS, Watched, recomputed, scores
 from tests.medusa.tape import Recorder
 from tests.medusa.test_graph import contents
-from tests.medusa.test_model_drafter import tiny
+from tests.medusa.test_model_drafter import tiny, words
 from tests.medusa.trees import by_path
 
 
@@ -87,6 +87,46 @@ def test_every_node_is_what_the_layers_say_of_the_text(base, folder):
     assert [output.tokens for output in outputs] == [output.tokens for output in plain]
 
 
+@pytest.mark.parametrize("attention", ["exact", "reference", "flash"])
+def test_layers_with_windows_see_the_last_positions(heads, folder, attention):
+    """A block of six rows, and a window of eight positions behind up to 120."""
+    windows = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
+    change_config(folder, **windows)
+    base = BaseModel(tiny("llama", num_hidden_layers=9, dtype=torch.float32).model, words(), "", attention)
+    model = MedusaModel(base, load_heads(folder))
+    assert model.heads.config.layer_windows == (8, 0)
+    assert (model.heads.memory.fused is not None) == (attention == "exact")
+    drafter = Watched(model.heads, model.base, 12, host_decides=False)
+    model.generate(TEXTS, max_new_tokens=8, ignore_eos=True, drafter=drafter)
+    for text, draft, row in drafter.seen[::6]:
+        found = by_path(draft, row)
+        assert found == pytest.approx(scores(model.heads, base, text, found), abs=1e-3)
+    last = drafter.seen[2][0]
+    assert len(last) > 30
+    logits = [recomputed(one, base, last, []) for one in (model.heads, heads.float())]
+    assert (logits[0] - logits[1]).abs().max() > 0.05, "the window matters"
+    with pytest.raises(ValueError, match="not trained here"):
+        model.heads(torch.zeros(2, 4 * 32), torch.zeros(2, 5, dtype=torch.int64), base)
+
+
+def test_model_optimizer_and_the_package_say_windows_otherwise(folder):
+    own = {"mask_token_id": 3, "target_layer_ids": [1, 3, 5]}
+    change_config(folder, dflash_config=own | {"use_swa": True, "swa_window_size": 16, "causal": False})
+    assert load_heads(folder).config.layer_windows == (16, 16)
+    config = json.loads((folder / "config.json").read_text())
+    layers = {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 9}
+    package = {
+        "speculators_model_type": "dflash", "block_size": 6, "mask_token_id": 3, "draft_vocab_size": 50,
+        "aux_hidden_state_layer_ids": [2, 4, 6], "transformer_layer_config": config | layers,
+        "speculators_config": {"verifier": {}}, "sliding_window_non_causal": True,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(package))
+    assert load_heads(folder).config.layer_windows == (0, 9)
+    change_config(folder, sliding_window_non_causal=False)
+    with pytest.raises(ValueError, match="do not see later rows of a block"):
+        load_heads(folder)
+
+
 def test_a_recorded_step_is_the_eager_step(base, folder, monkeypatch):
     monkeypatch.setattr("medusa.cache.pool.RESERVED", 2048)
     recorded = MedusaModel(base, load_heads(folder, base.dtype), StepGraphs(base, recorder := Recorder()))
@@ -116,7 +156,8 @@ def test_it_is_only_read(base, folder, tmp_path):
         ({"dflash_config": {"mask_token_id": 3, "target_layer_ids": [1, 3, 5], "causal_head": True}}, "causal_head"),
         ({"dflash_config": {"mask_token_id": None, "target_layer_ids": [1, 3, 5]}}, "missing or wrong"),
         ({"dflash_config": {"mask_token_id": 3, "target_layer_ids": [-1, 3, 5]}}, "the base's embeddings as a layer"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "a sliding window in some of its layers"),
+        ({"layer_types": ["sliding_attention"], "sliding_window": 8}, "its layer_types are not its layers'"),
+        ({"layer_types": ["sliding_attention"] * 2, "sliding_window": 5}, "its window .5. is no number that holds"),
     ],
 )
 def test_what_heads_cannot_be_is_refused(folder, changes, message):
