@@ -6,6 +6,7 @@ attention and the MLP too (Gemma), or only there (OLMo). In place of attention, 
 load checks that the results are equal (``medusa.loading.self_test``).
 """
 
+import inspect
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -29,7 +30,11 @@ NORMS = (
 )
 """Names of a layer's norms: before and after attention, before and after the MLP."""
 QUERY_NORMS, KEY_NORMS = ("q_norm", "q_layernorm"), ("k_norm", "k_layernorm")
+VALUE_NORM = "v_norm"
+"""A norm without a weight (Gemma 4)."""
 OUTPUTS = ("o_proj", "out_proj")
+SCALE = "layer_scalar"
+"""A factor [1] on the layer's output (Gemma 4), which is no parameter."""
 SINKS = "sinks"
 """Attention's scores of a key without a value that every row sees, one for each head."""
 ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "qkv_proj", *OUTPUTS, *QUERY_NORMS, *KEY_NORMS}
@@ -42,7 +47,7 @@ ROTARIES = ("rotary_emb", "pos_emb")
 DECODER_PARTS = {"embed_tokens", "layers", *ROTARIES, *LAST_NORMS}
 GATES = {"SiLU": False, "SiLUActivation": False, "GELUTanh": True}
 """Whether an activation of the MLP's gates is GELU (approximated by tanh); else it is SiLU."""
-ROTARY = ("default", "linear", "llama3", "yarn")
+ROTARY = ("default", "linear", "llama3", "yarn", "proportional")
 """Kinds of rotary positions whose angles depend only on the position."""
 
 
@@ -60,6 +65,7 @@ class BlockNorms(NamedTuple):
         mlp_after: [D], of the MLP's output.
         query: Of queries: [d] head by head, or [H * d] over all heads.
         key: Of keys, in the same way.
+        value: Of values head by head: [d] ones, since the norm has no weight.
     """
 
     before: Tensor | None
@@ -68,6 +74,7 @@ class BlockNorms(NamedTuple):
     mlp_after: Tensor | None
     query: Tensor | None
     key: Tensor | None
+    value: Tensor | None = None
 
 
 def check_decoder(decoder: Any, on_cpu: bool = False) -> None:
@@ -76,7 +83,7 @@ def check_decoder(decoder: Any, on_cpu: bool = False) -> None:
     Args:
         decoder: The decoder.
         on_cpu: Layers may also be what only the CPU's kernels know: recurrent in place of attention, attention with
-            gates or sinks, and mixtures of experts.
+            gates, sinks or normed values, mixtures of experts, and layers whose outputs have a factor.
 
     Raises:
         UnusualBlockError: They have.
@@ -103,6 +110,8 @@ def check_decoder(decoder: Any, on_cpu: bool = False) -> None:
             raise UnusualBlockError("its attention has sinks")
         if has_gates(layer.self_attn) and not on_cpu:
             raise UnusualBlockError("its attention has gates")
+        if not on_cpu and (hasattr(layer.self_attn, VALUE_NORM) or hasattr(layer, SCALE)):
+            raise UnusualBlockError("its attention norms values, or its layers scale their outputs")
 
 
 def part_of(module: Any, names: Sequence[str]) -> Any:
@@ -116,10 +125,13 @@ def last_norm(decoder: Any) -> Any:
 
 
 def attention_linears(attention: Any) -> tuple[list[Any], Any]:
-    """The projections to queries, keys and values, one for each or one for all; and the last one."""
+    """The projections to queries, keys and values, one for each or one for all; and the last one.
+
+    Where there is none to values, they are the keys before their norm.
+    """
     joined = getattr(attention, "qkv_proj", None)
-    heads = [getattr(attention, f"{name}_proj") for name in "qkv"] if joined is None else [joined]
-    return heads, part_of(attention, OUTPUTS)
+    heads = [getattr(attention, f"{name}_proj", None) for name in "qkv"] if joined is None else [joined]
+    return [linear for linear in heads if linear is not None], part_of(attention, OUTPUTS)
 
 
 def mlp_of(layer: Any) -> Any:
@@ -151,6 +163,17 @@ def has_gates(attention: Any) -> bool:
     return bool(queries) and outputs == 2 * queries
 
 
+def head_sizes(attention: Any) -> tuple[int, int]:
+    """A layer's number of key heads, and the size of its heads."""
+    config, groups = attention.config, getattr(attention, "num_key_value_groups", None)
+    return config.num_attention_heads // groups if groups else config.num_key_value_heads, attention.head_dim
+
+
+def scale_of(layer: Any) -> float:
+    """The factor on a layer's output."""
+    return float(getattr(layer, SCALE, 1.0))
+
+
 def shape_of(decoder: Any) -> dict[str, Any]:
     """The sizes, factors and formulas that all layers share.
 
@@ -158,8 +181,8 @@ def shape_of(decoder: Any) -> dict[str, Any]:
         UnusualBlockError: Its norms or heads are of another kind.
     """
     layer, config, norm = attention_layers(decoder)[0], decoder.config, last_norm(decoder)
-    dim, epsilon = getattr(layer.self_attn, "head_dim", 0), _epsilon(norm)
-    if not dim or epsilon is None:
+    epsilon = _epsilon(norm)
+    if not getattr(layer.self_attn, "head_dim", 0) or epsilon is None:
         raise UnusualBlockError("its norms or heads are of another kind")
     offset, rounds_once = _formula(norm, epsilon)
     gelu = {GATES[_activation(layer)] for layer in decoder.layers if mlp_of(layer) is not None}
@@ -168,8 +191,6 @@ def shape_of(decoder: Any) -> dict[str, Any]:
     return {
         "hidden": config.hidden_size,
         "heads": config.num_attention_heads,
-        "kv_heads": config.num_key_value_heads,
-        "dim": dim,
         "epsilon": epsilon,
         "offset": offset,
         "rounds_once": rounds_once,
@@ -198,7 +219,7 @@ def embedding_scale(embeddings: Any) -> float:
     return 1.0 if scale is None else float(scale)
 
 
-def norms_of(layer: Any, like: nn.Module) -> BlockNorms:
+def norms_of(layer: Any, like: Any) -> BlockNorms:
     """The weights of a layer's norms, which must all be of the kind of another norm of the decoder.
 
     Raises:
@@ -213,11 +234,15 @@ def norms_of(layer: Any, like: nn.Module) -> BlockNorms:
     weights = BlockNorms(*(None if norm is None else norm.weight for norm in norms))
     if attention is None:
         return weights
-    sizes = [None if weight is None else weight.numel() for weight in weights[4:]]
-    heads = attention.config.num_attention_heads, attention.config.num_key_value_heads
-    if sizes not in ([None, None], [attention.head_dim] * 2, [count * attention.head_dim for count in heads]):
+    sizes = [None if weight is None else weight.numel() for weight in (weights.query, weights.key)]
+    keys, dim = head_sizes(attention)
+    if sizes not in ([None, None], [dim] * 2, [attention.config.num_attention_heads * dim, keys * dim]):
         raise UnusualBlockError("it norms queries and keys in another way")
-    return weights
+    if (of_values := getattr(attention, VALUE_NORM, None)) is None:
+        return weights
+    if type(of_values) is not type(like) or _epsilon(of_values) != _epsilon(like) or _parts(of_values):
+        raise UnusualBlockError("it norms values in another way")
+    return weights._replace(value=torch.ones(dim).to(like.weight))
 
 
 def rotaries_of(decoder: Any) -> tuple[list[Rotary], list[int]]:
@@ -246,36 +271,49 @@ def rotaries_of(decoder: Any) -> tuple[list[Rotary], list[int]]:
     names = list(by_type)
     rotaries = [Rotary(partial(angles, [] if name is None else [name])) for name in names]
     like = last_norm(decoder).weight
-    if len({rotary.tables(1, like)[0].shape[1] for rotary in rotaries}) > 1:
-        raise UnusualBlockError("its layers turn different parts of their heads")
     types = [None] * len(decoder.layers) if None in by_type else decoder.config.layer_types[: len(decoder.layers)]
     turning = attention_layers(decoder)
     of_layer = [
         names.index(kind) if layer in turning and _knows_positions(layer.self_attn) else -1
         for kind, layer in zip(types, decoder.layers, strict=True)
     ]
+    for kind, layer in zip(of_layer, decoder.layers, strict=True):
+        if kind >= 0 and rotaries[kind].tables(1, like)[0].shape[1] > layer.self_attn.head_dim:
+            raise UnusualBlockError("its positions turn more than heads")
     return rotaries, of_layer
 
 
 @torch.no_grad()
-def turns_pairs(decoder: Any, rotary: Rotary) -> bool:
+def turns_pairs(decoder: Any, rotaries: Sequence[Rotary], kinds: Sequence[int]) -> bool:
     """Whether positions turn neighbours of a head (GLM, ERNIE) and not a number of each half, found by a quarter turn.
+
+    Args:
+        decoder: The decoder.
+        rotaries: Its kinds of positions.
+        kinds: The kind of each layer.
 
     Raises:
         UnusualBlockError: They do something else.
     """
-    attention = attention_layers(decoder)[0].self_attn
-    turn = getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)
-    rotated = rotary.tables(1, last_norm(decoder).weight)[0].shape[1]
-    if turn is None or not rotated:
+    turned_layers = [(rotaries[kind], layer) for kind, layer in zip(kinds, decoder.layers, strict=True) if kind >= 0]
+    if not turned_layers:
         return False
+    rotary, attention = turned_layers[0][0], turned_layers[0][1].self_attn
+    turn = getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)
+    if turn is None:
+        return False
+    rotated = rotary.tables(1, last_norm(decoder).weight)[0].shape[1]
     halves = _are_for_halves(part_of(decoder, ROTARIES))
     angles = torch.zeros(1, 1, rotated // (1 + halves))
     head = torch.arange(1.0, attention.head_dim + 1).view(1, 1, 1, -1)
     try:
-        turned, (first, rest) = turn(head, head, angles, angles + 1)[0], head.tensor_split([rotated], -1)
+        if "cos" in list(inspect.signature(turn).parameters)[:2]:  # queries and keys one by one
+            turned = turn(head, angles, angles + 1)
+        else:
+            turned = turn(head, head, angles, angles + 1)[0]
     except (TypeError, RuntimeError, IndexError, AttributeError) as error:  # a model's own code asks for something else
         raise UnusualBlockError(f"its positions cannot be tried: {error}") from error
+    first, rest = head.tensor_split([rotated], -1)
     left, right = first.chunk(2, -1)
     if torch.equal(turned, torch.cat([-right, left, rest], -1)):
         return False

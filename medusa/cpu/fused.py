@@ -17,11 +17,13 @@ from medusa.base.usual_block import (
     check_decoder,
     embedding_scale,
     has_gates,
+    head_sizes,
     last_norm,
     mlp_linears,
     norms_of,
     query_scales_of,
     rotaries_of,
+    scale_of,
     shape_of,
     turns_pairs,
 )
@@ -90,7 +92,7 @@ class FusedPass:
         self._int8 = isinstance(attention_linears(attention_layers(decoder)[0].self_attn)[1], Int8Linear)
         self._blocks = (Block * len(layers))(*[self._read(index, layer) for index, layer in enumerate(layers)])
         self._rotaries, kinds = rotaries_of(decoder)
-        self._shape["pairs"] = turns_pairs(decoder, self._rotaries[0])
+        self._shape["pairs"] = turns_pairs(decoder, self._rotaries, kinds)
         for place, layer in enumerate(taps):
             self._blocks[layer - 1].tap = (1 + place) * self._shape["hidden"]
         for index, block in enumerate(self._blocks):
@@ -107,8 +109,8 @@ class FusedPass:
             norm=self._norm.weight.data_ptr(), query_scales=None if scales is None else scales.data_ptr(),
             embeddings=embeddings.struct, blocks=ctypes.addressof(self._blocks), **self._shape,
         )  # fmt: skip
-        attending = [index not in self._mixers for index in range(len(layers))]
-        self._arenas = Arenas(attending, self._shape["kv_heads"], self._shape["dim"], self._dtype)
+        sizes = [None if block.mixer else (block.kv_heads, block.dim) for block in self._blocks]
+        self._arenas = Arenas(sizes, self._dtype)
 
     def __call__(self, pool: BlockPool, plan: TreePlan) -> Tensor:
         """Hidden states [R, F] of a pass's rows; their keys and values go into the pool.
@@ -141,20 +143,15 @@ class FusedPass:
 
     def _read(self, index: int, layer: Any) -> Block:
         """Pointers to a layer's weights."""
-        inner, mixer, (gated, down) = self._shape["inner"], mixer_of(layer), mlp_linears(layer)
-        mixture = mixture_of(layer)
+        mixer, mixture, (gated, down) = mixer_of(layer), mixture_of(layer), mlp_linears(layer)
         if mixer is None:
             heads, output = self._heads(layer.self_attn)
         else:
             heads, output = [_whole(linear) for linear in mixer.inputs], mixer.output
-        ups = _whole(gated[0]).parts((inner, inner)) if len(gated) == 1 else [_whole(linear) for linear in gated]
-        norms = norms_of(layer, self._norm)
+        norms, mlp = norms_of(layer, self._norm), self._mlp(gated, down) if gated else []
         gates = mixer is None and has_gates(layer.self_attn)
         if norms.after is not None and (gates or mixer is not None):
             raise UnusualBlockError("a norm follows a recurrent layer, or gates of attention")
-        mlp = [*ups, _whole(down)] if gated else []
-        if mlp and (mlp[0].outputs, mlp[-1].inputs) != (inner, inner):
-            raise UnusualBlockError("its MLPs are of several sizes")
         linears = [*heads, _whole(output), *mlp]
         others = () if mixer is None else (mixer.filter, mixer.norm)
         self._check([one.weight for one in linears], [*(one.bias for one in linears), *norms, *others])
@@ -163,12 +160,14 @@ class FusedPass:
         pointers = [None if norm is None else norm.data_ptr() for norm in norms]
         structs = [one.struct for one in linears]
         structs[len(heads) : len(heads)] = [LinearStruct()] * (4 - len(heads))
-        block = Block(*structs, *[LinearStruct()] * (8 - len(structs)), *pointers, gates=gates)
+        block = Block(*structs, *[LinearStruct()] * (8 - len(structs)), *pointers, gates=gates, scale=scale_of(layer))
         if (sinks := getattr(getattr(layer, "self_attn", None), SINKS, None)) is not None:
             self._keep([sinks := sinks.detach().float()])
             block.sinks = sinks.data_ptr()
-        block.whole_norms = norms.query is not None and norms.query.numel() > self._shape["dim"]
-        if mixer is not None:
+        if mixer is None:
+            block.kv_heads, block.dim = head_sizes(layer.self_attn)
+            block.whole_norms = norms.query is not None and norms.query.numel() > block.dim
+        else:
             self._mixers[index] = Mixer(index, mixer)
             block.mixer = ctypes.addressof(self._mixers[index].struct)
         if mixture is not None:
@@ -207,16 +206,25 @@ class FusedPass:
 
     def _heads(self, attention: Any) -> tuple[list[_Weights], Any]:
         """The projections to queries, keys and values, and the last one."""
-        shape, (linears, output) = self._shape, attention_linears(attention)
-        queries, keys = shape["heads"] * shape["dim"], shape["kv_heads"] * shape["dim"]
-        sizes = (1 + has_gates(attention)) * queries, keys, keys
+        (kv_heads, dim), (linears, output) = head_sizes(attention), attention_linears(attention)
+        keys = kv_heads * dim
+        sizes = (1 + has_gates(attention)) * self._shape["heads"] * dim, keys, keys
         if len(linears) == 1:
             return _whole(linears[0]).parts(sizes), output
         heads = [_whole(linear) for linear in linears]
-        for head, size in zip(heads, sizes, strict=True):
-            if (head.outputs, head.inputs) != (size, shape["hidden"]):
-                raise UnusualBlockError("its heads are not those of the other layers")
+        if len(heads) < 2 or any(
+            (one.outputs, one.inputs) != (size, self._shape["hidden"]) for one, size in zip(heads, sizes, strict=False)
+        ):
+            raise UnusualBlockError("its heads are of other sizes than its config says")
         return heads, output
+
+    def _mlp(self, gated: Sequence[Any], down: Any) -> list[_Weights]:
+        """The projections to gates and to what they let through, and the last one."""
+        last = _whole(down)
+        ups = _whole(gated[0]).parts([last.inputs] * 2) if len(gated) == 1 else [_whole(linear) for linear in gated]
+        if any(one.outputs != last.inputs for one in ups):
+            raise UnusualBlockError("its MLP's parts do not fit")
+        return [*ups, last]
 
     def _check(self, weights: Sequence[Tensor | Packed], others: Sequence[Tensor | None]) -> None:
         """Check that weights are rounded to 8 bits all or not at all, and that the rest is of the pass's dtype."""
@@ -236,12 +244,11 @@ class FusedPass:
 
 
 def _shape(decoder: Any) -> dict[str, Any]:
-    """The sizes that all layers share; 0 inner numbers if all MLPs are experts."""
+    """The sizes that all layers share."""
     norm = last_norm(decoder)
     if norm.weight.dtype not in native.DTYPES or norm.weight.device.type != "cpu":
         raise UnusualBlockError(f"its weights are {norm.weight.dtype} on {norm.weight.device}")
-    downs = [down for layer in decoder.layers if (down := mlp_linears(layer)[1]) is not None]
-    return shape_of(decoder) | {"inner": _whole(downs[0]).inputs if downs else 0}
+    return shape_of(decoder)
 
 
 def _whole(linear: Any) -> _Weights:

@@ -41,8 +41,7 @@ class LayerWeights(NamedTuple):
         parts = [part for linear in self.linears for part in (linear.weight, linear.bias)]
         return [tensor.detach() for tensor in (*parts, *self[1:]) if tensor is not None]
 
-    @property
-    def struct(self) -> Block:
+    def struct(self, kv_heads: int, dim: int) -> Block:
         """The struct for the kernel."""
         structs = [LinearStruct.of(linear.weight, linear.bias) for linear in self.linears]
         if len(structs) == 2:
@@ -50,7 +49,8 @@ class LayerWeights(NamedTuple):
         else:
             structs.insert(3, LinearStruct())
         norms = zip(self._fields[1:], self[1:], strict=True)
-        return Block(*structs, **{name: norm.data_ptr() for name, norm in norms if norm is not None})
+        pointers = {name: norm.data_ptr() for name, norm in norms if norm is not None}
+        return Block(*structs, **pointers, kv_heads=kv_heads, dim=dim, scale=1.0)
 
 
 class FusedLayers:
@@ -82,13 +82,13 @@ class FusedLayers:
         if len(dtypes) > 1 or not all(native.reads(tensor) and tensor.is_contiguous() for tensor in known):
             raise UnusualBlockError("its weights are of several dtypes, or not on a CPU with C++ kernels")
         whole, hidden = len(layers[0].linears) > 2, layers[0].norm.numel()
-        inner = layers[0].linears[6].in_features if whole else 0
-        self._dtype, self._blocks = layers[0].norm.dtype, (Block * len(layers))(*(layer.struct for layer in layers))
-        self._arenas = Arenas([True] * len(layers), shape["kv_heads"], shape["dim"], self._dtype)
+        sizes = shape.pop("kv_heads"), shape.pop("dim")
+        self._dtype, self._blocks = layers[0].norm.dtype, (Block * len(layers))(*(one.struct(*sizes) for one in layers))
+        self._arenas = Arenas([sizes] * len(layers), self._dtype)
         shape["heads"] *= whole
         self._fixed = Pass(
-            number_type=native.number_type(self._dtype), layers=len(layers), hidden=hidden, width=hidden, inner=inner,
-            context=2**62, scaling=shape["dim"] ** -0.5, residual=1.0, multiplier=ends.scale,
+            number_type=native.number_type(self._dtype), layers=len(layers), hidden=hidden, width=hidden,
+            context=2**62, scaling=sizes[1] ** -0.5, residual=1.0, multiplier=ends.scale,
             norm=None if last_norm is None else last_norm.data_ptr(),
             embeddings=struct_of(embeddings), blocks=ctypes.addressof(self._blocks), **shape,
         )  # fmt: skip

@@ -5,6 +5,7 @@
 //
 // One team of threads runs through all layers; a stage ends where the next reads what another thread wrote.
 #pragma once
+#include <map>
 #include <memory>
 #include <stdexcept>
 
@@ -17,7 +18,7 @@
 struct Block {
     Linear query, key, value, more, output, gate, up, down;  // the first four read the same; see Mixer for recurrent layers
     const void *norm, *after, *mlp_norm, *mlp_after;  // weights of norms before and after attention and the MLP, or null
-    const void *query_norm, *key_norm;                // or null
+    const void *query_norm, *key_norm, *value_norm;   // or null
     const void* token_norm;                           // of embeddings that are read in front of the state, or null
     const float* sinks;                               // [heads] scores of a key without a value that every row sees, or null
     const Mixer* mixer;                               // or null: attention
@@ -27,11 +28,13 @@ struct Block {
     int64_t rotary;                                   // which positions turn queries and keys; -1 = none
     int64_t window, chunk;                            // 0 = none
     int64_t tap;                                      // where its output goes in a row of hidden states; 0 = nowhere
+    int64_t kv_heads, dim;                            // of attention
+    float scale;                                      // of its output
 };
 
 struct Pass {
-    int64_t number_type, threads, batch, hidden, inner;
-    int64_t heads, kv_heads, dim, rotated, layers, width;  // heads: 0 = keys and values alone, of the states that come in
+    int64_t number_type, threads, batch, hidden;
+    int64_t heads, layers, width;  // heads: 0 = keys and values alone, of the states that come in
     int64_t context;              // positions behind it become its last one
     int64_t rounds_once, gelu;    // 1 = norms round the product alone; 1 = gates are GELU (by tanh), 0 = SiLU
     int64_t wide_angles;          // 1 = cosines and sines are floats
@@ -43,6 +46,7 @@ struct Pass {
     int64_t computed, together;                 // see Layer
     Table table;
     const void *const *cosines, *const *sines;  // of each kind of positions, [positions, rotated]
+    const int64_t* rotated;                     // by each kind: numbers of a head
     const float* query_scales;      // [context] factors on turned queries, or null
     const void* norm;               // or null: the last layer's output is handed over as it is
     Linear embeddings;              // an output for each token
@@ -71,8 +75,8 @@ template <class T, class W> class Run {  // W: how its weights are met
     const Pass& at;
     static constexpr int64_t GROUP = W::rows(1);  // rows that are arranged together where they are many
     const int64_t rows = at.firsts[at.batch] - at.computed * at.batch;
-    const int64_t wide_hidden = W::room(at.hidden), wide_inner = W::room(at.inner);
-    const int64_t queries = at.heads * at.dim, keys = at.kv_heads * at.dim;
+    const int64_t wide_hidden = W::room(at.hidden);
+    std::map<std::pair<int64_t, int64_t>, Work> works;  // by key heads and their size: how a team shares attention
     Buffer<T> stream, projected;
     Buffer<typename W::number> x, gated;
     std::vector<T> query, attended;
@@ -149,6 +153,8 @@ template <class T, class W> class Run {  // W: how its weights are met
         });
     }
 
+    int64_t queries(const Block& block) const { return at.heads * block.dim; }
+    static int64_t keys(const Block& block) { return block.kv_heads * block.dim; }
     static int64_t width(const Block& block) {  // of a row of queries, keys and values
         return block.query.outputs + block.key.outputs + block.value.outputs + block.more.outputs;
     }
@@ -173,17 +179,17 @@ template <class T, class W> class Run {  // W: how its weights are met
     // Heads of queries or of keys, so far apart, normed in place where the family does so.
     void norm_heads(const Block& block, const void* weight, int64_t count, int64_t apart, T* heads) const {
         if (!weight) return;
-        if (block.whole_norms) return normed(heads, weight, count * at.dim, heads);
-        for (int64_t i = 0; i < count; i++) normed(heads + i * apart, weight, at.dim, heads + i * apart);
+        if (block.whole_norms) return normed(heads, weight, count * block.dim, heads);
+        for (int64_t i = 0; i < count; i++) normed(heads + i * apart, weight, block.dim, heads + i * apart);
     }
 
     // One head's numbers, turned by the row's position; products are rounded as angles are. Where neighbours are turned,
     // they go to different halves: queries and keys alike, so that their products stay.
     template <class Angle> void turned(const Block& block, const T* head, int64_t position, T* to) const {
-        const int64_t rotated = block.rotary < 0 ? 0 : at.rotated, half = rotated / 2;
-        std::memcpy(to + rotated, head + rotated, (at.dim - rotated) * sizeof(T));
+        const int64_t rotated = block.rotary < 0 ? 0 : at.rotated[block.rotary], half = rotated / 2;
+        std::memcpy(to + rotated, head + rotated, (block.dim - rotated) * sizeof(T));
         if (rotated) {
-            T apart[at.dim];
+            T apart[block.dim];
             if (at.pairs) {
                 for (int64_t d = 0; d < half; d++) apart[d] = head[2 * d], apart[half + d] = head[2 * d + 1];
                 head = apart;
@@ -200,38 +206,39 @@ template <class T, class W> class Run {  // W: how its weights are met
     }
 
     void place_heads(const Block& block, void* cached_keys, void* cached_values, Member& member) {
-        const int64_t total = width(block), apart = (1 + block.gates) * at.dim, first_key = at.heads * apart;
+        const int64_t total = width(block), apart = (1 + block.gates) * block.dim, first_key = at.heads * apart;
+        const int64_t queries = this->queries(block), keys = this->keys(block);
         member.share(rows, [&](int64_t r) {
-            const int64_t place = places[r];
-            T* from = &projected[r * total];
+            T *from = &projected[r * total], *key = from + first_key, *value = key + (block.value.outputs ? keys : 0);
+            T *cached_key = (T*)cached_keys + places[r] * keys, *cached_value = (T*)cached_values + places[r] * keys;
+            if (!block.value_norm) std::memcpy(cached_value, value, keys * sizeof(T));  // before keys change: values may be keys
+            else for (int64_t d = 0; d < keys; d += block.dim) normed(value + d, block.value_norm, block.dim, cached_value + d);
             norm_heads(block, block.query_norm, at.heads, apart, from);
-            norm_heads(block, block.key_norm, at.kv_heads, at.dim, from + first_key);
+            norm_heads(block, block.key_norm, block.kv_heads, block.dim, key);
             const auto turn = [&](int64_t d, T* to) {
                 at.wide_angles ? turned<float>(block, from + d, positions[r], to) : turned<T>(block, from + d, positions[r], to);
             };
-            for (int64_t h = 0; h < at.heads; h++) turn(h * apart, &query[r * queries + h * at.dim]);
+            for (int64_t h = 0; h < at.heads; h++) turn(h * apart, &query[r * queries + h * block.dim]);
             if (at.query_scales)
                 for_vectors(queries, [&](int64_t i, int here) {
                     T* to = &query[r * queries + i];
                     put(rounded(wide(to, here) * splat(at.query_scales[positions[r]]), T()), to, here);
                 });
-            for (int64_t d = 0; d < keys; d += at.dim) turn(first_key + d, (T*)cached_keys + place * keys + d);
-            std::memcpy((T*)cached_values + place * keys, from + first_key + keys, keys * sizeof(T));
+            for (int64_t d = 0; d < keys; d += block.dim) turn(first_key + d, cached_key + d);
         });
     }
 
-    Layer any_layer() const {
-        return {at.batch, at.heads, at.kv_heads, at.dim, at.dim, at.lengths, at.parents, at.firsts, at.computed, at.together, at.table, 0, 0, queries, at.dim, nullptr, at.scaling, at.softcap};
+    Layer attention_of(const Block& block) const {
+        return {at.batch, at.heads, block.kv_heads, block.dim, block.dim, at.lengths, at.parents, at.firsts, at.computed, at.together, at.table, block.window, block.chunk, queries(block), block.dim, block.sinks, at.scaling, at.softcap};
     }
 
-    void attend(const Block& block, const void* cached_keys, const void* cached_values, Work& work, Member& member) {
-        Layer layer = any_layer();
-        layer.window = block.window, layer.chunk = block.chunk, layer.sinks = block.sinks;
-        Attention<T, W::MATRIX_UNIT>{layer, query.data(), (const T*)cached_keys, (const T*)cached_values, attended.data()}.run(work, member);
+    void attend(const Block& block, const void* cached_keys, const void* cached_values, Member& member) {
+        const Layer layer = attention_of(block);
+        Attention<T, W::MATRIX_UNIT>{layer, query.data(), (const T*)cached_keys, (const T*)cached_values, attended.data()}.run(works.at({block.kv_heads, block.dim}), member);
     }
 
     // Columns of gates and of what they let through at a time.
-    int64_t columns(int64_t count) const { return std::min(at.inner, std::max<int64_t>(1, MIDDLE / (count * COLUMNS)) * COLUMNS); }
+    static int64_t columns(int64_t count) { return std::max<int64_t>(1, MIDDLE / (count * COLUMNS)) * COLUMNS; }
 
     // Outputs begin .. end of gates, times what they let through, of `count` rows, in `gated`.
     void gate(const Block& block, const typename W::number* from, int64_t count, int64_t begin, int64_t end) {
@@ -260,7 +267,7 @@ template <class T, class W> class Run {  // W: how its weights are met
                     join(gate, up);
                     UNROLLED for (int j = 0; j < vectors; j++) put(rounded(gate[j], T()), row + i + j * LANES, here);
                 });
-                W::arrange(row, stop - begin, gated.data(), wide_inner, r, begin);
+                W::arrange(row, stop - begin, gated.data(), W::room(block.gate.outputs), r, begin);
             }
         }
     }
@@ -280,12 +287,13 @@ template <class T, class W> class Run {  // W: how its weights are met
 
     // What attention gives a row, times the sigmoid of its gates where it has some.
     void let_through(const Block& block, int64_t r, float* to) const {
-        if (!block.gates) return copied(&attended[r * queries], queries, to);
-        const T* gates = &projected[r * width(block) + at.dim];
+        const T* heads = &attended[r * queries(block)];
+        if (!block.gates) return copied(heads, queries(block), to);
+        const T* gates = &projected[r * width(block) + block.dim];
         for (int64_t h = 0; h < at.heads; h++)
-            for_vectors(at.dim, [&](int64_t d, int here) {
-                const vf open = sigmoid<T>(wide(gates + 2 * h * at.dim + d, here));
-                put(rounded(wide(&attended[r * queries + h * at.dim + d], here) * open, T()), to + h * at.dim + d, here);
+            for_vectors(block.dim, [&](int64_t d, int here) {
+                const vf open = sigmoid<T>(wide(gates + 2 * h * block.dim + d, here));
+                put(rounded(wide(heads + h * block.dim + d, here) * open, T()), to + h * block.dim + d, here);
             });
     }
 
@@ -335,7 +343,7 @@ template <class T, class W> class Run {  // W: how its weights are met
         });
     }
 
-    void layer(int64_t index, Work& work, Member& member) {
+    void layer(int64_t index, Member& member) {
         const Block& block = at.blocks[index];
         project(block, member);
         if (block.mixer) {
@@ -343,8 +351,8 @@ template <class T, class W> class Run {  // W: how its weights are met
         } else {
             place_heads(block, at.keys[index], at.values[index], member);
             if (!at.heads) return;
-            attend(block, at.keys[index], at.values[index], work, member);
-            const auto attended_rows = rows_for(member, queries, [&](int64_t r, float* to) { let_through(block, r, to); });
+            attend(block, at.keys[index], at.values[index], member);
+            const auto attended_rows = rows_for(member, queries(block), [&](int64_t r, float* to) { let_through(block, r, to); });
             add(block.output, block.after, attended_rows, 0, rows, member);
         }
         if (block.mixture) mix(block, member);
@@ -352,14 +360,19 @@ template <class T, class W> class Run {  // W: how its weights are met
             auto from = normed_rows(member, block.mlp_norm);
             for (int64_t first = 0; first < rows; first += SLAB) {
                 const int64_t count = std::min(SLAB, rows - first);
-                member.share(at.inner, W::UNIT, [&](int64_t begin, int64_t end) { gate(block, from() + first * wide_hidden, count, begin, end); });
+                member.share(block.gate.outputs, W::UNIT, [&](int64_t begin, int64_t end) { gate(block, from() + first * wide_hidden, count, begin, end); });
                 const auto gates = [this] { return gated.data(); };
                 if (block.mixture) compute(block.down, gates, count, &projected[first * at.hidden], member);
                 else add(block.down, block.mlp_after, gates, first, count, member);
             }
         }
         if (block.mixture) member.share(rows, [&](int64_t r) { add_mixed(*block.mixture, r); });
-        if (block.tap) member.share(rows, [&](int64_t r) { hand_over(&stream[r * at.hidden], r, block.tap); });
+        if (block.tap || block.scale != 1)
+            member.share(rows, [&](int64_t r) {
+                T* row = &stream[r * at.hidden];
+                if (block.scale != 1) for_vectors(at.hidden, [&](int64_t i, int here) { put(rounded(wide(row + i, here) * splat(block.scale), T()), row + i, here); });
+                if (block.tap) hand_over(row, r, block.tap);
+            });
     }
 
     void hand_over(const T* numbers, int64_t r, int64_t column) {
@@ -376,19 +389,25 @@ template <class T, class W> class Run {  // W: how its weights are met
 
   public:
     explicit Run(const Pass& pass) : at(pass) {
-        int64_t widest = at.hidden, most = at.blocks[0].token_norm ? 2 * at.hidden : std::max(at.hidden, queries);  // numbers that are read
+        int64_t widest = at.hidden, most = at.blocks[0].token_norm ? 2 * at.hidden : at.hidden;  // most: numbers that are read
+        int64_t most_queries = 0, inner = 0;
         for (const Block* block = at.blocks; block != at.blocks + at.layers; block++) {
             widest = std::max(widest, width(*block)), most = std::max(most, block->output.in);
+            inner = std::max(inner, W::room(block->gate.outputs));
             if (block->mixture && !experts) room_for_experts(*block->mixture);
-            if (!block->mixer) continue;
+            if (!block->mixer) {
+                most_queries = std::max(most_queries, queries(*block));
+                works.try_emplace({block->kv_heads, block->dim}, attention_of(*block), int(at.threads));
+                continue;
+            }
             const int64_t values = rows * block->mixer->heads * block->mixer->values;
             grow(asked, rows * block->mixer->key_heads * block->mixer->keys + LANES), grow(recurred, values + LANES);
             if (block->mixer->kind == MAMBA) grow(skipped, values + LANES);
         }
         stream.resize(rows * at.hidden + LANES), projected.resize(rows * widest + LANES);
         if (rows > FEW) x.resize(W::rows(rows) * W::room(most));
-        gated.resize(W::rows(std::min(rows, SLAB)) * wide_inner);
-        query.resize(rows * queries), attended.resize(rows * queries);
+        gated.resize(W::rows(std::min(rows, SLAB)) * inner);
+        query.resize(rows * most_queries), attended.resize(rows * most_queries);
         std::vector<int64_t> depth;
         for (int64_t b = 0; b < at.batch; b++) {
             const int64_t first = at.firsts[b], count = at.firsts[b + 1] - first;
@@ -406,7 +425,6 @@ template <class T, class W> class Run {  // W: how its weights are met
     }
 
     void operator()() {
-        Work work(any_layer(), int(at.threads));
         Team(int(at.threads), stages()).run([&](Member& member) {
             const typename W::Thread equipped;
             Buffer<T> room;
@@ -414,7 +432,7 @@ template <class T, class W> class Run {  // W: how its weights are met
                 const T* row = at.states ? (const T*)at.states + r * at.hidden : embedding(r, room);
                 std::memcpy(&stream[r * at.hidden], row, at.hidden * sizeof(T));
             });
-            for (int64_t i = 0; i < at.layers; i++) layer(i, work, member);
+            for (int64_t i = 0; i < at.layers; i++) layer(i, member);
             member.share(rows, [&](int64_t r) {
                 const T* row = &stream[r * at.hidden];
                 if (at.norm) normed(row, at.norm, at.hidden, (T*)at.out + r * at.width);
