@@ -2,8 +2,9 @@
 
 It is Llama's: norm, attention with rotary positions, residual, norm, gated MLP, residual. Norms may stand behind
 attention and the MLP too (Gemma), or only there (OLMo). In place of attention, layers may be recurrent
-(``medusa.base.recurrent_block``); in place of the MLP there may be experts (``medusa.base.mixture_block``). A test at
-load checks that the results are equal (``medusa.loading.self_test``).
+(``medusa.base.recurrent_block``); in place of the MLP there may be experts (``medusa.base.mixture_block``). Layers may
+differ in their heads, keys and inputs (``medusa.base.uneven_block``). A test at load checks that the results are equal
+(``medusa.loading.self_test``).
 """
 
 import inspect
@@ -18,6 +19,15 @@ from torch import Tensor, nn
 from medusa.base.mixture_block import mixture_of
 from medusa.base.recurrent_block import MIXERS, mixer_of
 from medusa.base.rotary import Rotary
+from medusa.base.uneven_block import (
+    DECODER_INPUTS,
+    INPUT_NORM,
+    LAYER_INPUTS,
+    SCALE,
+    head_sizes,
+    input_linears,
+    shares_keys,
+)
 from medusa.cpu.packed import PackedEmbedding
 
 NORMS = (
@@ -33,8 +43,6 @@ QUERY_NORMS, KEY_NORMS = ("q_norm", "q_layernorm"), ("k_norm", "k_layernorm")
 VALUE_NORM = "v_norm"
 """A norm without a weight (Gemma 4)."""
 OUTPUTS = ("o_proj", "out_proj")
-SCALE = "layer_scalar"
-"""A factor [1] on the layer's output (Gemma 4), which is no parameter."""
 SINKS = "sinks"
 """Attention's scores of a key without a value that every row sees, one for each head."""
 ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "qkv_proj", *OUTPUTS, *QUERY_NORMS, *KEY_NORMS}
@@ -66,6 +74,7 @@ class BlockNorms(NamedTuple):
         query: Of queries: [d] head by head, or [H * d] over all heads.
         key: Of keys, in the same way.
         value: Of values head by head: [d] ones, since the norm has no weight.
+        inputs: [D], of what a layer lets through of its per-layer embeddings.
     """
 
     before: Tensor | None
@@ -74,7 +83,8 @@ class BlockNorms(NamedTuple):
     mlp_after: Tensor | None
     query: Tensor | None
     key: Tensor | None
-    value: Tensor | None = None
+    value: Tensor | None
+    inputs: Tensor | None
 
 
 def check_decoder(decoder: Any, on_cpu: bool = False) -> None:
@@ -83,18 +93,20 @@ def check_decoder(decoder: Any, on_cpu: bool = False) -> None:
     Args:
         decoder: The decoder.
         on_cpu: Layers may also be what only the CPU's kernels know: recurrent in place of attention, attention with
-            gates, sinks or normed values, mixtures of experts, and layers whose outputs have a factor.
+            gates, sinks, normed values or another layer's keys, mixtures of experts, per-layer embeddings, and layers
+            whose outputs have a factor.
 
     Raises:
         UnusualBlockError: They have.
     """
-    _know(decoder, DECODER_PARTS, "the decoder")
+    _know(decoder, DECODER_PARTS | DECODER_INPUTS if on_cpu else DECODER_PARTS, "the decoder")
     norm = last_norm(decoder)
     if not isinstance(getattr(norm, "weight", None), Tensor):
         raise UnusualBlockError(f"its norms are {type(norm).__name__}")
     for layer in decoder.layers:
         mixer = {"self_attn"} if not on_cpu or mixer_of(layer) is None else set(MIXERS)
-        _know(layer, {*mixer, *MLPS, *filter(None, _norm_names(layer))}, "a layer")
+        inputs = {*LAYER_INPUTS, INPUT_NORM} if on_cpu else set()
+        _know(layer, {*mixer, *MLPS, *inputs, *filter(None, _norm_names(layer))}, "a layer")
         if part_of(layer, MLPS) is None:
             raise UnusualBlockError(f"a layer ({type(layer).__name__}) has no MLP")
         if (mlp := mlp_of(layer) if on_cpu else part_of(layer, MLPS)) is None:
@@ -112,6 +124,8 @@ def check_decoder(decoder: Any, on_cpu: bool = False) -> None:
             raise UnusualBlockError("its attention has gates")
         if not on_cpu and (hasattr(layer.self_attn, VALUE_NORM) or hasattr(layer, SCALE)):
             raise UnusualBlockError("its attention norms values, or its layers scale their outputs")
+        if not on_cpu and shares_keys(layer.self_attn):
+            raise UnusualBlockError("its layers share keys and values")
 
 
 def part_of(module: Any, names: Sequence[str]) -> Any:
@@ -127,7 +141,7 @@ def last_norm(decoder: Any) -> Any:
 def attention_linears(attention: Any) -> tuple[list[Any], Any]:
     """The projections to queries, keys and values, one for each or one for all; and the last one.
 
-    Where there is none to values, they are the keys before their norm.
+    Where there is none to values, they are the keys before their norm; see also ``shares_keys``.
     """
     joined = getattr(attention, "qkv_proj", None)
     heads = [getattr(attention, f"{name}_proj", None) for name in "qkv"] if joined is None else [joined]
@@ -163,17 +177,6 @@ def has_gates(attention: Any) -> bool:
     return bool(queries) and outputs == 2 * queries
 
 
-def head_sizes(attention: Any) -> tuple[int, int]:
-    """A layer's number of key heads, and the size of its heads."""
-    config, groups = attention.config, getattr(attention, "num_key_value_groups", None)
-    return config.num_attention_heads // groups if groups else config.num_key_value_heads, attention.head_dim
-
-
-def scale_of(layer: Any) -> float:
-    """The factor on a layer's output."""
-    return float(getattr(layer, SCALE, 1.0))
-
-
 def shape_of(decoder: Any) -> dict[str, Any]:
     """The sizes, factors and formulas that all layers share.
 
@@ -185,9 +188,10 @@ def shape_of(decoder: Any) -> dict[str, Any]:
     if not getattr(layer.self_attn, "head_dim", 0) or epsilon is None:
         raise UnusualBlockError("its norms or heads are of another kind")
     offset, rounds_once = _formula(norm, epsilon)
-    gelu = {GATES[_activation(layer)] for layer in decoder.layers if mlp_of(layer) is not None}
+    gelu = {GATES.get(_activation(layer)) for layer in decoder.layers if mlp_of(layer) is not None}
+    gelu |= {GATES.get(type(layer.act_fn).__name__) for layer in decoder.layers if input_linears(layer)}
     if len(gelu) > 1:
-        raise UnusualBlockError("its MLPs have several activations")
+        raise UnusualBlockError("its gates have several activations")
     return {
         "hidden": config.hidden_size,
         "heads": config.num_attention_heads,
@@ -225,24 +229,36 @@ def norms_of(layer: Any, like: Any) -> BlockNorms:
     Raises:
         UnusualBlockError: A norm is of another kind.
     """
-    attention = getattr(layer, "self_attn", None)
+    attention: Any = getattr(layer, "self_attn", None)
     norms = [None if name is None else getattr(layer, name) for name in _norm_names(layer)]
     norms += [part_of(attention, QUERY_NORMS), part_of(attention, KEY_NORMS)]
-    for norm in norms:
-        if norm is not None and (type(norm) is not type(like) or _epsilon(norm) != _epsilon(like)):
-            raise UnusualBlockError(f"a norm is {type(norm).__name__}")
-    weights = BlockNorms(*(None if norm is None else norm.weight for norm in norms))
+    of_values = getattr(attention, VALUE_NORM, None)
+    if of_values is not None and (not _are_alike(of_values, like) or _parts(of_values)):
+        raise UnusualBlockError("it norms values in another way")
+    ones = None if of_values is None else torch.ones(attention.head_dim).to(like.weight)
+    norms.append(getattr(layer, INPUT_NORM, None))
+    *found, inputs = [None if norm is None else norm_weight(norm, like) for norm in norms]
+    weights = BlockNorms(*[*found, ones, inputs])
     if attention is None:
         return weights
     sizes = [None if weight is None else weight.numel() for weight in (weights.query, weights.key)]
     keys, dim = head_sizes(attention)
-    if sizes not in ([None, None], [dim] * 2, [attention.config.num_attention_heads * dim, keys * dim]):
+    usual = [None, None], [dim] * 2, [attention.config.num_attention_heads * dim, keys * dim]
+    if sizes not in (([None, None], [dim, None]) if shares_keys(attention) else usual):
         raise UnusualBlockError("it norms queries and keys in another way")
-    if (of_values := getattr(attention, VALUE_NORM, None)) is None:
-        return weights
-    if type(of_values) is not type(like) or _epsilon(of_values) != _epsilon(like) or _parts(of_values):
-        raise UnusualBlockError("it norms values in another way")
-    return weights._replace(value=torch.ones(dim).to(like.weight))
+    return weights
+
+
+def norm_weight(norm: Any, like: Any) -> Tensor:
+    """A norm's weight.
+
+    Raises:
+        UnusualBlockError: The norm is of another kind than this one.
+    """
+    if not _are_alike(norm, like):
+        raise UnusualBlockError(f"a norm is {type(norm).__name__}")
+    weight: Tensor = norm.weight
+    return weight
 
 
 def rotaries_of(decoder: Any) -> tuple[list[Rotary], list[int]]:
@@ -363,8 +379,12 @@ def _parts(module: nn.Module) -> set[str]:
 
 def _norm_names(layer: nn.Module) -> tuple[str | None, ...]:
     """The names of ``NORMS`` that fit the layer's parts; Llama's if none do."""
-    norms = _parts(layer) - {"self_attn", *MIXERS, *MLPS}
+    norms = _parts(layer) - {"self_attn", *MIXERS, *MLPS, *LAYER_INPUTS, INPUT_NORM}
     return next((names for names in NORMS if {*filter(None, names)} == norms), NORMS[0])
+
+
+def _are_alike(norm: Any, other: Any) -> bool:
+    return type(norm) is type(other) and _epsilon(norm) == _epsilon(other)
 
 
 def _activation(layer: Any) -> str:

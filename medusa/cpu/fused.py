@@ -9,6 +9,14 @@ from torch import Tensor, nn
 from medusa.attention import Span, TreePlan
 from medusa.base.mixture_block import MixtureParts, mixture_of, routing_of
 from medusa.base.recurrent_block import mixer_of
+from medusa.base.uneven_block import (
+    head_sizes,
+    input_linears,
+    key_sources,
+    layer_inputs_of,
+    scale_of,
+    shares_keys,
+)
 from medusa.base.usual_block import (
     SINKS,
     UnusualBlockError,
@@ -17,13 +25,12 @@ from medusa.base.usual_block import (
     check_decoder,
     embedding_scale,
     has_gates,
-    head_sizes,
     last_norm,
     mlp_linears,
+    norm_weight,
     norms_of,
     query_scales_of,
     rotaries_of,
-    scale_of,
     shape_of,
     turns_pairs,
 )
@@ -34,7 +41,7 @@ from medusa.cpu.int8 import Int8Linear
 from medusa.cpu.mixers import Memory, Mixer
 from medusa.cpu.native import LinearStruct
 from medusa.cpu.packed import DTYPE, PANEL, Packed, PackedEmbedding, PackedLinear
-from medusa.cpu.passes import Arenas, Block, Pass, run
+from medusa.cpu.passes import Arenas, Block, LayerInputs, Pass, run
 
 
 class _Weights(NamedTuple):
@@ -59,6 +66,8 @@ class _Weights(NamedTuple):
 
     def parts(self, sizes: Sequence[int]) -> "list[_Weights]":
         """Split its outputs into separate layers of these sizes."""
+        if sum(sizes) != self.outputs:
+            raise UnusualBlockError("several layers are one, and its parts are of other sizes")
         if isinstance(self.weight, Packed) and any(size % PANEL for size in sizes):
             raise UnusualBlockError("several layers are packed as one, and one of them ends within a panel")
         weights, biases = ([None] * len(sizes) if whole is None else whole.split(list(sizes)) for whole in self[:2])
@@ -109,8 +118,14 @@ class FusedPass:
             norm=self._norm.weight.data_ptr(), query_scales=None if scales is None else scales.data_ptr(),
             embeddings=embeddings.struct, blocks=ctypes.addressof(self._blocks), **self._shape,
         )  # fmt: skip
-        sizes = [None if block.mixer else (block.kv_heads, block.dim) for block in self._blocks]
-        self._arenas = Arenas(sizes, self._dtype)
+        if (inputs := self._layer_inputs(decoder)) is not None:
+            self._inputs = inputs
+            self._fixed.inputs = ctypes.addressof(inputs)
+        sizes, sources = [(block.kv_heads, block.dim) for block in self._blocks], key_sources(decoder)
+        if sources is None or any(sizes[source] != size for source, size in zip(sources, sizes, strict=True)):
+            raise UnusualBlockError("a layer shares keys that none keeps in its sizes")
+        own = [(block.kv_heads, block.dim) if block.dim and block.key.outputs else None for block in self._blocks]
+        self._arenas = Arenas(own, self._dtype, sources)
 
     def __call__(self, pool: BlockPool, plan: TreePlan) -> Tensor:
         """Hidden states [R, F] of a pass's rows; their keys and values go into the pool.
@@ -141,6 +156,28 @@ class FusedPass:
             raise UnusualBlockError(f"its embeddings are of {weight.dtype}, in another layout or of another class")
         return _Weights(weight.detach(), None, layer.embedding_dim, layer.num_embeddings), scale
 
+    def _layer_inputs(self, decoder: Any) -> LayerInputs | None:
+        """Pointers to what makes per-layer embeddings, of these layers alone."""
+        parts, hidden = layer_inputs_of(decoder), self._shape["hidden"]
+        pairs = [(block.input_gate, block.input_projection) for block in self._blocks]
+        sizes = {(gate.inputs, gate.outputs, up.inputs, up.outputs) for gate, up in pairs}
+        if parts is None and sizes == {(0, 0, 0, 0)}:
+            return None
+        if parts is None or sizes != {(hidden, parts.size, parts.size, hidden)}:
+            raise UnusualBlockError("its layers read per-layer embeddings of other sizes")
+        embeddings, multiplier = self._embeddings(parts.embeddings)
+        projection, norm = _whole(parts.projection), norm_weight(parts.norm, self._norm)
+        needed, all_layers = parts.size * len(self._blocks), projection.outputs
+        if not needed <= all_layers == embeddings.inputs or projection.inputs != hidden or norm.numel() != parts.size:
+            raise UnusualBlockError("its per-layer embeddings are of other sizes")
+        if needed < all_layers:
+            projection, _ = projection.parts((needed, all_layers - needed))
+        self._check([projection.weight], [projection.bias, norm])
+        self._keep([*embeddings.tensors, *projection.tensors, norm])
+        return LayerInputs(
+            embeddings.struct, projection.struct, norm.data_ptr(), parts.size, multiplier, parts.scale, parts.share
+        )
+
     def _read(self, index: int, layer: Any) -> Block:
         """Pointers to a layer's weights."""
         mixer, mixture, (gated, down) = mixer_of(layer), mixture_of(layer), mlp_linears(layer)
@@ -152,15 +189,19 @@ class FusedPass:
         gates = mixer is None and has_gates(layer.self_attn)
         if norms.after is not None and (gates or mixer is not None):
             raise UnusualBlockError("a norm follows a recurrent layer, or gates of attention")
-        linears = [*heads, _whole(output), *mlp]
+        groups = heads, [_whole(output)], mlp, [_whole(linear) for linear in input_linears(layer)]
+        linears = [linear for group in groups for linear in group]
         others = () if mixer is None else (mixer.filter, mixer.norm)
         self._check([one.weight for one in linears], [*(one.bias for one in linears), *norms, *others])
         tensors = [*(tensor for one in linears for tensor in one.tensors), *norms]
         self._keep(tensors)
         pointers = [None if norm is None else norm.data_ptr() for norm in norms]
-        structs = [one.struct for one in linears]
-        structs[len(heads) : len(heads)] = [LinearStruct()] * (4 - len(heads))
-        block = Block(*structs, *[LinearStruct()] * (8 - len(structs)), *pointers, gates=gates, scale=scale_of(layer))
+        structs = [
+            struct
+            for group, room in zip(groups, (4, 1, 3, 2), strict=True)
+            for struct in [*(one.struct for one in group), *[LinearStruct()] * (room - len(group))]
+        ]
+        block = Block(*structs, *pointers, gates=gates, scale=scale_of(layer))
         if (sinks := getattr(getattr(layer, "self_attn", None), SINKS, None)) is not None:
             self._keep([sinks := sinks.detach().float()])
             block.sinks = sinks.data_ptr()
@@ -209,12 +250,11 @@ class FusedPass:
         (kv_heads, dim), (linears, output) = head_sizes(attention), attention_linears(attention)
         keys = kv_heads * dim
         sizes = (1 + has_gates(attention)) * self._shape["heads"] * dim, keys, keys
-        if len(linears) == 1:
+        if len(linears) == 1 and not shares_keys(attention):
             return _whole(linears[0]).parts(sizes), output
         heads = [_whole(linear) for linear in linears]
-        if len(heads) < 2 or any(
-            (one.outputs, one.inputs) != (size, self._shape["hidden"]) for one, size in zip(heads, sizes, strict=False)
-        ):
+        expected = [(size, self._shape["hidden"]) for size in sizes[: len(heads)]]
+        if [(one.outputs, one.inputs) for one in heads] != expected:
             raise UnusualBlockError("its heads are of other sizes than its config says")
         return heads, output
 

@@ -45,9 +45,10 @@ class LayerWeights(NamedTuple):
         """The struct for the kernel."""
         structs = [LinearStruct.of(linear.weight, linear.bias) for linear in self.linears]
         if len(structs) == 2:
-            structs = [LinearStruct(), *structs, *[LinearStruct()] * 5]
+            structs = [LinearStruct(), *structs]
         else:
             structs.insert(3, LinearStruct())
+        structs += [LinearStruct()] * (10 - len(structs))
         norms = zip(self._fields[1:], self[1:], strict=True)
         pointers = {name: norm.data_ptr() for name, norm in norms if norm is not None}
         return Block(*structs, **pointers, kv_heads=kv_heads, dim=dim, scale=1.0)

@@ -20,16 +20,30 @@ class Block(ctypes.Structure):
     """The weights of a layer, and how it attends: ``Block`` of the kernel."""
 
     _fields_ = [
-        *[(name, LinearStruct) for name in ("query", "key", "value", "more", "output", "gate", "up", "down")],
+        *[
+            (name, LinearStruct)
+            for name in (
+                "query", "key", "value", "more", "output", "gate", "up", "down", "input_gate", "input_projection"
+            )
+        ],
         *[
             (name, _POINTER)
             for name in (
-                "norm", "after", "mlp_norm", "mlp_after", "query_norm", "key_norm", "value_norm", "token_norm", "sinks",
-                "mixer", "mixture",
+                "norm", "after", "mlp_norm", "mlp_after", "query_norm", "key_norm", "value_norm", "input_norm",
+                "token_norm", "sinks", "mixer", "mixture",
             )
         ],
         *[(name, _INT) for name in ("gates", "whole_norms", "rotary", "window", "chunk", "tap", "kv_heads", "dim")],
         ("scale", _FLOAT),
+    ]  # fmt: skip
+
+
+class LayerInputs(ctypes.Structure):
+    """What makes per-layer embeddings: ``LayerInputs`` of the kernel."""
+
+    _fields_ = [
+        ("embeddings", LinearStruct), ("projection", LinearStruct), ("norm", _POINTER), ("size", _INT),
+        ("multiplier", _FLOAT), ("scale", _FLOAT), ("share", _FLOAT),
     ]  # fmt: skip
 
 
@@ -49,7 +63,7 @@ class Pass(ctypes.Structure):
         ("computed", _INT), ("together", _INT),
         ("table", _POINTER), ("table_stride", _INT), ("table_rows", _INT),
         *[(name, _POINTER) for name in ("cosines", "sines", "rotated", "query_scales", "norm")],
-        ("embeddings", LinearStruct),
+        ("embeddings", LinearStruct), ("inputs", _POINTER),
         *[(name, _POINTER) for name in ("states", "out", "blocks", "keys", "values", "memories")],
     ]  # fmt: skip
 
@@ -58,11 +72,15 @@ class Arenas:
     """The addresses of the keys and values of a pool's layers.
 
     Args:
-        sizes: Key heads of each layer and their size; None = it has no keys and values, and no address.
+        sizes: Key heads of each layer and their size; None = it has no keys and values of its own.
         dtype: Dtype of keys and values.
+        sources: The layers whose keys and values layers read; None = all read their own.
     """
 
-    def __init__(self, sizes: Sequence[tuple[int, int] | None], dtype: torch.dtype) -> None:
+    def __init__(
+        self, sizes: Sequence[tuple[int, int] | None], dtype: torch.dtype, sources: Sequence[int] | None = None
+    ) -> None:
+        self._sources = range(len(sizes)) if sources is None else sources
         self._likes = [None if size is None else torch.empty(1, size[0], 1, size[1], dtype=dtype) for size in sizes]
         self._found: tuple[weakref.ref[Tensor], tuple[Any, Any]] | None = None  # for the pool of the last pass
 
@@ -77,7 +95,8 @@ class Arenas:
             if arena is not None and like is not None and arena.keys is None:
                 arena.allocate(pool.cache.blocks, like, like)
         buffers = [[None, None] if arena is None else arena.buffers for arena in arenas]
-        keys, values = (addresses(of_layers) for of_layers in zip(*buffers, strict=True))
+        keys, values = zip(*(buffers[source] for source in self._sources), strict=True)
+        keys, values = addresses(keys), addresses(values)
         first = next(buffer for buffer, _ in buffers if buffer is not None)
         self._found = weakref.ref(first), (keys, values)
         return keys, values

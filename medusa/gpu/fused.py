@@ -17,13 +17,13 @@ from torch.nn import functional
 
 from medusa.attention import Scoring, TreePlan
 from medusa.attention.hook import attend_rows
+from medusa.base.uneven_block import head_sizes
 from medusa.base.usual_block import (
     BlockNorms,
     UnusualBlockError,
     attention_linears,
     check_decoder,
     embedding_scale,
-    head_sizes,
     last_norm,
     mlp_linears,
     norms_of,

@@ -1,7 +1,8 @@
 // A decoder's whole pass over tree rows, for families whose layers are the usual block: norm, attention with rotary
 // positions, residual, norm, gated MLP, residual; norms may stand behind attention and the MLP too, or only there. In
 // place of attention, some layers may be recurrent (mixer.h); in place of the MLP or beside it, there may be experts.
-// Numbers are rounded to T where transformers rounds them.
+// Layers may differ in their heads, share keys and values, and read embeddings of their own (layer_inputs.h). Numbers are
+// rounded to T where transformers rounds them.
 //
 // One team of threads runs through all layers; a stage ends where the next reads what another thread wrote.
 #pragma once
@@ -11,14 +12,17 @@
 
 #include "attention.h"
 #include "experts.h"
+#include "layer_inputs.h"
 #include "whole.h"
 #include "mixer.h"
 #include "tiles.h"
 
 struct Block {
     Linear query, key, value, more, output, gate, up, down;  // the first four read the same; see Mixer for recurrent layers
+    Linear input_gate, input_projection;                     // of per-layer embeddings, or no outputs
     const void *norm, *after, *mlp_norm, *mlp_after;  // weights of norms before and after attention and the MLP, or null
     const void *query_norm, *key_norm, *value_norm;   // or null
+    const void* input_norm;                           // of what per-layer embeddings give, or null
     const void* token_norm;                           // of embeddings that are read in front of the state, or null
     const float* sinks;                               // [heads] scores of a key without a value that every row sees, or null
     const Mixer* mixer;                               // or null: attention
@@ -29,7 +33,7 @@ struct Block {
     int64_t window, chunk;                            // 0 = none
     int64_t tap;                                      // where its output goes in a row of hidden states; 0 = nowhere
     int64_t kv_heads, dim;                            // of attention
-    float scale;                                      // of its output
+    float scale;                                      // a factor on its output
 };
 
 struct Pass {
@@ -46,10 +50,11 @@ struct Pass {
     int64_t computed, together;                 // see Layer
     Table table;
     const void *const *cosines, *const *sines;  // of each kind of positions, [positions, rotated]
-    const int64_t* rotated;                     // by each kind: numbers of a head
+    const int64_t* rotated;                     // numbers of a head that each kind turns
     const float* query_scales;      // [context] factors on turned queries, or null
     const void* norm;               // or null: the last layer's output is handed over as it is
     Linear embeddings;              // an output for each token
+    const LayerInputs* inputs;      // or null: no per-layer embeddings
     const void* states;             // [rows, hidden] what the first layer reads, or null: embeddings
     void* out;                      // [rows, width]: the last hidden state, then what is tapped
     const Block* blocks;
@@ -57,9 +62,9 @@ struct Pass {
     const Memory* memories;             // of each layer, or null: none is recurrent
 
     int bytes() const {  // of rows, see Linear
-        int most = 0;
+        int most = inputs ? inputs->projection.bytes() : 0;
         for (const Block* block = blocks; block != blocks + layers; block++) {
-            for (const Linear* linear = &block->query; linear <= &block->down; linear++) most = std::max(most, linear->bytes());
+            for (const Linear* linear = &block->query; linear <= &block->input_projection; linear++) most = std::max(most, linear->bytes());
             if (block->mixture) most = std::max(most, block->mixture->bytes());
         }
         return most;
@@ -84,6 +89,7 @@ template <class T, class W> class Run {  // W: how its weights are met
     std::vector<int64_t> above;              // the row before each, in its tree; -1 = none
     Buffer<float> asked, recurred, skipped;  // queries, outputs and what is added to them, of recurrent layers
     std::unique_ptr<Experts<T, W>> experts;
+    Buffer<T> given;                // per-layer embeddings
     Buffer<T> read, scores, mixed;  // what experts read and make, and the router's scores with the gate's
     Buffer<number<T>> routed;       // what the router reads
     std::vector<int64_t> chosen, found;  // found: of each layer, see Experts
@@ -209,21 +215,23 @@ template <class T, class W> class Run {  // W: how its weights are met
         const int64_t total = width(block), apart = (1 + block.gates) * block.dim, first_key = at.heads * apart;
         const int64_t queries = this->queries(block), keys = this->keys(block);
         member.share(rows, [&](int64_t r) {
-            T *from = &projected[r * total], *key = from + first_key, *value = key + (block.value.outputs ? keys : 0);
-            T *cached_key = (T*)cached_keys + places[r] * keys, *cached_value = (T*)cached_values + places[r] * keys;
-            if (!block.value_norm) std::memcpy(cached_value, value, keys * sizeof(T));  // before keys change: values may be keys
-            else for (int64_t d = 0; d < keys; d += block.dim) normed(value + d, block.value_norm, block.dim, cached_value + d);
-            norm_heads(block, block.query_norm, at.heads, apart, from);
-            norm_heads(block, block.key_norm, block.kv_heads, block.dim, key);
+            T* from = &projected[r * total];
             const auto turn = [&](int64_t d, T* to) {
                 at.wide_angles ? turned<float>(block, from + d, positions[r], to) : turned<T>(block, from + d, positions[r], to);
             };
+            norm_heads(block, block.query_norm, at.heads, apart, from);
             for (int64_t h = 0; h < at.heads; h++) turn(h * apart, &query[r * queries + h * block.dim]);
             if (at.query_scales)
                 for_vectors(queries, [&](int64_t i, int here) {
                     T* to = &query[r * queries + i];
                     put(rounded(wide(to, here) * splat(at.query_scales[positions[r]]), T()), to, here);
                 });
+            if (!block.key.outputs) return;  // an earlier layer's are read
+            T *key = from + first_key, *value = key + (block.value.outputs ? keys : 0);
+            T *cached_key = (T*)cached_keys + places[r] * keys, *cached_value = (T*)cached_values + places[r] * keys;
+            if (!block.value_norm) std::memcpy(cached_value, value, keys * sizeof(T));  // before keys change: values may be keys
+            else for (int64_t d = 0; d < keys; d += block.dim) normed(value + d, block.value_norm, block.dim, cached_value + d);
+            norm_heads(block, block.key_norm, block.kv_heads, block.dim, key);
             for (int64_t d = 0; d < keys; d += block.dim) turn(first_key + d, cached_key + d);
         });
     }
@@ -240,23 +248,34 @@ template <class T, class W> class Run {  // W: how its weights are met
     // Columns of gates and of what they let through at a time.
     static int64_t columns(int64_t count) { return std::max<int64_t>(1, MIDDLE / (count * COLUMNS)) * COLUMNS; }
 
-    // Outputs begin .. end of gates, times what they let through, of `count` rows, in `gated`.
-    void gate(const Block& block, const typename W::number* from, int64_t count, int64_t begin, int64_t end) {
-        const auto join = [gelu = at.gelu](auto& gates, const auto& ups) {
+    // Gates become what they let through, rounded.
+    auto joining() const {
+        return [gelu = at.gelu](auto& gates, const auto& ups) {
             gelu ? tanh_gelu<T>(gates) : silu<T>(gates);
             UNROLLED for (size_t j = 0; j < std::size(ups); j++) gates[j] *= ups[j];
         };
+    }
+
+    // Outputs begin .. end of gates, times what they let through, of `count` rows, in `gated`.
+    void gate(const Block& block, const typename W::number* from, int64_t count, int64_t begin, int64_t end) {
         if constexpr (GROUP > 1)  // as the unit leaves them, empty rows too; fewer rows are put in order first
-            if (count > GROUP / 2) return W::gated(block.gate, block.up, from, count, gated.data(), begin, end, join);
-        const int64_t most = std::min(columns(count), end - begin);
+            if (count > GROUP / 2) return W::gated(block.gate, block.up, from, count, gated.data(), begin, end, joining());
+        gate(block.gate, from, count, begin, end, [&](int64_t first, int64_t last, T* to, int64_t stride) {
+            W::linear(block.up, from, count, to - first, stride, first, last);
+        });
+    }
+    // The same where find(first, last, to, stride) gives what they let through.
+    template <class Find> void gate(const Linear& layer, const typename W::number* from, int64_t count, int64_t begin, int64_t end, Find find) {
+        const int64_t most = std::min(columns(count), end - begin), room = W::room(layer.outputs);
+        const auto join = joining();
         thread_local Buffer<T> middle;
         grow(middle, 2 * count * most);
         T *gates = middle.data(), *ups = gates + count * most;
         float row[most];
         for (; begin < end; begin += most) {
             const int64_t stop = std::min(begin + most, end);
-            W::linear(block.gate, from, count, gates - begin, most, begin, stop);
-            W::linear(block.up, from, count, ups - begin, most, begin, stop);
+            W::linear(layer, from, count, gates - begin, most, begin, stop);
+            find(begin, stop, ups, most);
             for (int64_t r = 0; r < count; r++) {
                 for_abreast(stop - begin, [&](int64_t i, auto vectors, int here) {
                     vf gate[vectors], up[vectors];
@@ -267,7 +286,7 @@ template <class T, class W> class Run {  // W: how its weights are met
                     join(gate, up);
                     UNROLLED for (int j = 0; j < vectors; j++) put(rounded(gate[j], T()), row + i + j * LANES, here);
                 });
-                W::arrange(row, stop - begin, gated.data(), W::room(block.gate.outputs), r, begin);
+                W::arrange(row, stop - begin, gated.data(), room, r, begin);
             }
         }
     }
@@ -343,6 +362,33 @@ template <class T, class W> class Run {  // W: how its weights are met
         });
     }
 
+    // Per-layer embeddings of all rows.
+    void find_inputs(const LayerInputs& here, Member& member) {
+        const int64_t all = here.projection.outputs;
+        auto from = normed_rows(member, nullptr);
+        member.share(all, together<W>(here.projection), [&](int64_t begin, int64_t end) {
+            W::linear(here.projection, from(), rows, given.data(), all, begin, end);
+        });
+        const auto norm = [&](T* row) { normed(row, here.norm, here.size, row); };
+        member.share(rows, [&](int64_t r) { here.complete(at.tokens[r], &given[r * all], norm); });
+    }
+
+    // Adds what a layer's gate lets through of them.
+    void let_in(const Block& block, int64_t index, Member& member) {
+        const int64_t size = at.inputs->size, all = at.inputs->projection.outputs;
+        auto from = normed_rows(member, nullptr);
+        for (int64_t first = 0; first < rows; first += SLAB) {
+            const int64_t count = std::min(SLAB, rows - first);
+            member.share(size, W::UNIT, [&](int64_t begin, int64_t end) {
+                gate(block.input_gate, from() + first * wide_hidden, count, begin, end, [&](int64_t begin, int64_t end, T* to, int64_t stride) {
+                    for (int64_t r = 0; r < count; r++)
+                        std::memcpy(to + r * stride, &given[(first + r) * all + index * size + begin], (end - begin) * sizeof(T));
+                });
+            });
+            add(block.input_projection, block.input_norm, [this] { return gated.data(); }, first, count, member);
+        }
+    }
+
     void layer(int64_t index, Member& member) {
         const Block& block = at.blocks[index];
         project(block, member);
@@ -367,6 +413,7 @@ template <class T, class W> class Run {  // W: how its weights are met
             }
         }
         if (block.mixture) member.share(rows, [&](int64_t r) { add_mixed(*block.mixture, r); });
+        if (at.inputs) let_in(block, index, member);
         if (block.tap || block.scale != 1)
             member.share(rows, [&](int64_t r) {
                 T* row = &stream[r * at.hidden];
@@ -379,7 +426,10 @@ template <class T, class W> class Run {  // W: how its weights are met
         std::memcpy((T*)at.out + r * at.width + column, numbers, at.hidden * sizeof(T));
     }
 
-    int64_t stages() const { return 2 + at.layers * (12 + Work::STAGES + Experts<T, W>::STAGES + 3 * ((rows + SLAB - 1) / SLAB)); }
+    int64_t stages() const {
+        const int64_t slabs = (rows + SLAB - 1) / SLAB, inputs = at.inputs ? 1 + 3 * slabs : 0;
+        return 5 + at.layers * (12 + Work::STAGES + Experts<T, W>::STAGES + 3 * slabs + inputs);
+    }
 
     void room_for_experts(const Mixture& here) {
         experts = std::make_unique<Experts<T, W>>(here, rows, at.threads);
@@ -393,7 +443,7 @@ template <class T, class W> class Run {  // W: how its weights are met
         int64_t most_queries = 0, inner = 0;
         for (const Block* block = at.blocks; block != at.blocks + at.layers; block++) {
             widest = std::max(widest, width(*block)), most = std::max(most, block->output.in);
-            inner = std::max(inner, W::room(block->gate.outputs));
+            inner = std::max({inner, W::room(block->gate.outputs), W::room(block->input_gate.outputs)});
             if (block->mixture && !experts) room_for_experts(*block->mixture);
             if (!block->mixer) {
                 most_queries = std::max(most_queries, queries(*block));
@@ -406,8 +456,10 @@ template <class T, class W> class Run {  // W: how its weights are met
         }
         stream.resize(rows * at.hidden + LANES), projected.resize(rows * widest + LANES);
         if (rows > FEW) x.resize(W::rows(rows) * W::room(most));
+        if (at.inputs) given.resize(rows * at.inputs->projection.outputs + LANES);
         gated.resize(W::rows(std::min(rows, SLAB)) * inner);
         query.resize(rows * most_queries), attended.resize(rows * most_queries);
+        const int64_t known = at.inputs ? std::min(at.embeddings.outputs, at.inputs->embeddings.outputs) : at.embeddings.outputs;
         std::vector<int64_t> depth;
         for (int64_t b = 0; b < at.batch; b++) {
             const int64_t first = at.firsts[b], count = at.firsts[b + 1] - first;
@@ -415,7 +467,7 @@ template <class T, class W> class Run {  // W: how its weights are met
             depths(at.parents + first, count, depth.data());
             for (int64_t n = at.computed; n < count; n++) {
                 const int64_t token = at.tokens[positions.size()];
-                if (token < 0 || token >= at.embeddings.outputs) throw std::out_of_range("token");
+                if (token < 0 || token >= known) throw std::out_of_range("token");
                 const int64_t skipped = at.skipped ? at.skipped[b] : 0;
                 positions.push_back(std::min(at.lengths[b] + skipped + depth[n], at.context - 1));
                 places.push_back(at.table.place(b, at.lengths[b] + n));
@@ -432,6 +484,7 @@ template <class T, class W> class Run {  // W: how its weights are met
                 const T* row = at.states ? (const T*)at.states + r * at.hidden : embedding(r, room);
                 std::memcpy(&stream[r * at.hidden], row, at.hidden * sizeof(T));
             });
+            if (at.inputs) find_inputs(*at.inputs, member);
             for (int64_t i = 0; i < at.layers; i++) layer(i, member);
             member.share(rows, [&](int64_t r) {
                 const T* row = &stream[r * at.hidden];
