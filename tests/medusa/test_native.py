@@ -234,15 +234,16 @@ def test_it_rounds_where_the_family_rounds(family, dtype):
     assert (ours - theirs).norm() < (theirs - exact).norm()
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma4_text"])
 @torch.inference_mode()
-def test_many_rows_pass_in_slabs():
-    base, _ = tiny("llama", "exact")
+def test_many_rows_pass_in_slabs(family):
+    base, _ = tiny(family, "exact")
     base.context_length = 1000
     ours, theirs = (rows_of(each, (300, 290)) for each in (base.with_fused_pass(), base))
     torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=2e-4)
 
 
-@pytest.mark.parametrize("family", ["mistral", "qwen3"])
+@pytest.mark.parametrize("family", ["mistral", "qwen3", "gemma4_text"])
 @torch.inference_mode()
 def test_what_fills_up_smaller_trees_is_not_computed(family):
     """Trees of several sizes beside each other, and each of them alone: the same bits."""
