@@ -2,10 +2,12 @@
 
 It is Llama's: norm, attention with rotary positions, residual, norm, gated MLP, residual. Norms may stand behind
 attention and the MLP too (Gemma), or only there (OLMo). In place of attention, layers may be recurrent
-(``medusa.base.recurrent_block``); in place of the MLP there may be experts (``medusa.base.mixture_block``). A test at
-load checks that the results are equal (``medusa.loading.self_test``).
+(``medusa.base.recurrent_block``); in place of the MLP there may be experts (``medusa.base.mixture_block``). Layers may
+differ in their heads, keys and inputs (``medusa.base.uneven_block``). A test at load checks that the results are equal
+(``medusa.loading.self_test``).
 """
 
+import inspect
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -17,6 +19,15 @@ from torch import Tensor, nn
 from medusa.base.mixture_block import mixture_of
 from medusa.base.recurrent_block import MIXERS, mixer_of
 from medusa.base.rotary import Rotary
+from medusa.base.uneven_block import (
+    DECODER_INPUTS,
+    INPUT_NORM,
+    LAYER_INPUTS,
+    SCALE,
+    head_sizes,
+    input_linears,
+    shares_keys,
+)
 from medusa.cpu.packed import PackedEmbedding
 
 NORMS = (
@@ -29,6 +40,8 @@ NORMS = (
 )
 """Names of a layer's norms: before and after attention, before and after the MLP."""
 QUERY_NORMS, KEY_NORMS = ("q_norm", "q_layernorm"), ("k_norm", "k_layernorm")
+VALUE_NORM = "v_norm"
+"""A norm without a weight (Gemma 4)."""
 OUTPUTS = ("o_proj", "out_proj")
 SINKS = "sinks"
 """Attention's scores of a key without a value that every row sees, one for each head."""
@@ -42,7 +55,7 @@ ROTARIES = ("rotary_emb", "pos_emb")
 DECODER_PARTS = {"embed_tokens", "layers", *ROTARIES, *LAST_NORMS}
 GATES = {"SiLU": False, "SiLUActivation": False, "GELUTanh": True}
 """Whether an activation of the MLP's gates is GELU (approximated by tanh); else it is SiLU."""
-ROTARY = ("default", "linear", "llama3", "yarn")
+ROTARY = ("default", "linear", "llama3", "yarn", "proportional")
 """Kinds of rotary positions whose angles depend only on the position."""
 
 
@@ -60,6 +73,8 @@ class BlockNorms(NamedTuple):
         mlp_after: [D], of the MLP's output.
         query: Of queries: [d] head by head, or [H * d] over all heads.
         key: Of keys, in the same way.
+        value: Of values head by head: [d] ones, since the norm has no weight.
+        inputs: [D], of what a layer lets through of its per-layer embeddings.
     """
 
     before: Tensor | None
@@ -68,6 +83,8 @@ class BlockNorms(NamedTuple):
     mlp_after: Tensor | None
     query: Tensor | None
     key: Tensor | None
+    value: Tensor | None
+    inputs: Tensor | None
 
 
 def check_decoder(decoder: Any, on_cpu: bool = False) -> None:
@@ -76,18 +93,20 @@ def check_decoder(decoder: Any, on_cpu: bool = False) -> None:
     Args:
         decoder: The decoder.
         on_cpu: Layers may also be what only the CPU's kernels know: recurrent in place of attention, attention with
-            gates or sinks, and mixtures of experts.
+            gates, sinks, normed values or another layer's keys, mixtures of experts, per-layer embeddings, and layers
+            whose outputs have a factor.
 
     Raises:
         UnusualBlockError: They have.
     """
-    _know(decoder, DECODER_PARTS, "the decoder")
+    _know(decoder, DECODER_PARTS | DECODER_INPUTS if on_cpu else DECODER_PARTS, "the decoder")
     norm = last_norm(decoder)
     if not isinstance(getattr(norm, "weight", None), Tensor):
         raise UnusualBlockError(f"its norms are {type(norm).__name__}")
     for layer in decoder.layers:
         mixer = {"self_attn"} if not on_cpu or mixer_of(layer) is None else set(MIXERS)
-        _know(layer, {*mixer, *MLPS, *filter(None, _norm_names(layer))}, "a layer")
+        inputs = {*LAYER_INPUTS, INPUT_NORM} if on_cpu else set()
+        _know(layer, {*mixer, *MLPS, *inputs, *filter(None, _norm_names(layer))}, "a layer")
         if part_of(layer, MLPS) is None:
             raise UnusualBlockError(f"a layer ({type(layer).__name__}) has no MLP")
         if (mlp := mlp_of(layer) if on_cpu else part_of(layer, MLPS)) is None:
@@ -103,6 +122,10 @@ def check_decoder(decoder: Any, on_cpu: bool = False) -> None:
             raise UnusualBlockError("its attention has sinks")
         if has_gates(layer.self_attn) and not on_cpu:
             raise UnusualBlockError("its attention has gates")
+        if not on_cpu and (hasattr(layer.self_attn, VALUE_NORM) or hasattr(layer, SCALE)):
+            raise UnusualBlockError("its attention norms values, or its layers scale their outputs")
+        if not on_cpu and shares_keys(layer.self_attn):
+            raise UnusualBlockError("its layers share keys and values")
 
 
 def part_of(module: Any, names: Sequence[str]) -> Any:
@@ -116,10 +139,13 @@ def last_norm(decoder: Any) -> Any:
 
 
 def attention_linears(attention: Any) -> tuple[list[Any], Any]:
-    """The projections to queries, keys and values, one for each or one for all; and the last one."""
+    """The projections to queries, keys and values, one for each or one for all; and the last one.
+
+    Where there is none to values, they are the keys before their norm; see also ``shares_keys``.
+    """
     joined = getattr(attention, "qkv_proj", None)
-    heads = [getattr(attention, f"{name}_proj") for name in "qkv"] if joined is None else [joined]
-    return heads, part_of(attention, OUTPUTS)
+    heads = [getattr(attention, f"{name}_proj", None) for name in "qkv"] if joined is None else [joined]
+    return [linear for linear in heads if linear is not None], part_of(attention, OUTPUTS)
 
 
 def mlp_of(layer: Any) -> Any:
@@ -158,18 +184,17 @@ def shape_of(decoder: Any) -> dict[str, Any]:
         UnusualBlockError: Its norms or heads are of another kind.
     """
     layer, config, norm = attention_layers(decoder)[0], decoder.config, last_norm(decoder)
-    dim, epsilon = getattr(layer.self_attn, "head_dim", 0), _epsilon(norm)
-    if not dim or epsilon is None:
+    epsilon = _epsilon(norm)
+    if not getattr(layer.self_attn, "head_dim", 0) or epsilon is None:
         raise UnusualBlockError("its norms or heads are of another kind")
     offset, rounds_once = _formula(norm, epsilon)
-    gelu = {GATES[_activation(layer)] for layer in decoder.layers if mlp_of(layer) is not None}
+    gelu = {GATES.get(_activation(layer)) for layer in decoder.layers if mlp_of(layer) is not None}
+    gelu |= {GATES.get(type(layer.act_fn).__name__) for layer in decoder.layers if input_linears(layer)}
     if len(gelu) > 1:
-        raise UnusualBlockError("its MLPs have several activations")
+        raise UnusualBlockError("its gates have several activations")
     return {
         "hidden": config.hidden_size,
         "heads": config.num_attention_heads,
-        "kv_heads": config.num_key_value_heads,
-        "dim": dim,
         "epsilon": epsilon,
         "offset": offset,
         "rounds_once": rounds_once,
@@ -198,26 +223,42 @@ def embedding_scale(embeddings: Any) -> float:
     return 1.0 if scale is None else float(scale)
 
 
-def norms_of(layer: Any, like: nn.Module) -> BlockNorms:
+def norms_of(layer: Any, like: Any) -> BlockNorms:
     """The weights of a layer's norms, which must all be of the kind of another norm of the decoder.
 
     Raises:
         UnusualBlockError: A norm is of another kind.
     """
-    attention = getattr(layer, "self_attn", None)
+    attention: Any = getattr(layer, "self_attn", None)
     norms = [None if name is None else getattr(layer, name) for name in _norm_names(layer)]
     norms += [part_of(attention, QUERY_NORMS), part_of(attention, KEY_NORMS)]
-    for norm in norms:
-        if norm is not None and (type(norm) is not type(like) or _epsilon(norm) != _epsilon(like)):
-            raise UnusualBlockError(f"a norm is {type(norm).__name__}")
-    weights = BlockNorms(*(None if norm is None else norm.weight for norm in norms))
+    of_values = getattr(attention, VALUE_NORM, None)
+    if of_values is not None and (not _are_alike(of_values, like) or _parts(of_values)):
+        raise UnusualBlockError("it norms values in another way")
+    ones = None if of_values is None else torch.ones(attention.head_dim).to(like.weight)
+    norms.append(getattr(layer, INPUT_NORM, None))
+    *found, inputs = [None if norm is None else norm_weight(norm, like) for norm in norms]
+    weights = BlockNorms(*[*found, ones, inputs])
     if attention is None:
         return weights
-    sizes = [None if weight is None else weight.numel() for weight in weights[4:]]
-    heads = attention.config.num_attention_heads, attention.config.num_key_value_heads
-    if sizes not in ([None, None], [attention.head_dim] * 2, [count * attention.head_dim for count in heads]):
+    sizes = [None if weight is None else weight.numel() for weight in (weights.query, weights.key)]
+    keys, dim = head_sizes(attention)
+    usual = [None, None], [dim] * 2, [attention.config.num_attention_heads * dim, keys * dim]
+    if sizes not in (([None, None], [dim, None]) if shares_keys(attention) else usual):
         raise UnusualBlockError("it norms queries and keys in another way")
     return weights
+
+
+def norm_weight(norm: Any, like: Any) -> Tensor:
+    """A norm's weight.
+
+    Raises:
+        UnusualBlockError: The norm is of another kind than this one.
+    """
+    if not _are_alike(norm, like):
+        raise UnusualBlockError(f"a norm is {type(norm).__name__}")
+    weight: Tensor = norm.weight
+    return weight
 
 
 def rotaries_of(decoder: Any) -> tuple[list[Rotary], list[int]]:
@@ -246,36 +287,49 @@ def rotaries_of(decoder: Any) -> tuple[list[Rotary], list[int]]:
     names = list(by_type)
     rotaries = [Rotary(partial(angles, [] if name is None else [name])) for name in names]
     like = last_norm(decoder).weight
-    if len({rotary.tables(1, like)[0].shape[1] for rotary in rotaries}) > 1:
-        raise UnusualBlockError("its layers turn different parts of their heads")
     types = [None] * len(decoder.layers) if None in by_type else decoder.config.layer_types[: len(decoder.layers)]
     turning = attention_layers(decoder)
     of_layer = [
         names.index(kind) if layer in turning and _knows_positions(layer.self_attn) else -1
         for kind, layer in zip(types, decoder.layers, strict=True)
     ]
+    for kind, layer in zip(of_layer, decoder.layers, strict=True):
+        if kind >= 0 and rotaries[kind].tables(1, like)[0].shape[1] > layer.self_attn.head_dim:
+            raise UnusualBlockError("its positions turn more than heads")
     return rotaries, of_layer
 
 
 @torch.no_grad()
-def turns_pairs(decoder: Any, rotary: Rotary) -> bool:
+def turns_pairs(decoder: Any, rotaries: Sequence[Rotary], kinds: Sequence[int]) -> bool:
     """Whether positions turn neighbours of a head (GLM, ERNIE) and not a number of each half, found by a quarter turn.
+
+    Args:
+        decoder: The decoder.
+        rotaries: Its kinds of positions.
+        kinds: The kind of each layer.
 
     Raises:
         UnusualBlockError: They do something else.
     """
-    attention = attention_layers(decoder)[0].self_attn
-    turn = getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)
-    rotated = rotary.tables(1, last_norm(decoder).weight)[0].shape[1]
-    if turn is None or not rotated:
+    turned_layers = [(rotaries[kind], layer) for kind, layer in zip(kinds, decoder.layers, strict=True) if kind >= 0]
+    if not turned_layers:
         return False
+    rotary, attention = turned_layers[0][0], turned_layers[0][1].self_attn
+    turn = getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)
+    if turn is None:
+        return False
+    rotated = rotary.tables(1, last_norm(decoder).weight)[0].shape[1]
     halves = _are_for_halves(part_of(decoder, ROTARIES))
     angles = torch.zeros(1, 1, rotated // (1 + halves))
     head = torch.arange(1.0, attention.head_dim + 1).view(1, 1, 1, -1)
     try:
-        turned, (first, rest) = turn(head, head, angles, angles + 1)[0], head.tensor_split([rotated], -1)
+        if "cos" in list(inspect.signature(turn).parameters)[:2]:  # queries and keys one by one
+            turned = turn(head, angles, angles + 1)
+        else:
+            turned = turn(head, head, angles, angles + 1)[0]
     except (TypeError, RuntimeError, IndexError, AttributeError) as error:  # a model's own code asks for something else
         raise UnusualBlockError(f"its positions cannot be tried: {error}") from error
+    first, rest = head.tensor_split([rotated], -1)
     left, right = first.chunk(2, -1)
     if torch.equal(turned, torch.cat([-right, left, rest], -1)):
         return False
@@ -325,8 +379,12 @@ def _parts(module: nn.Module) -> set[str]:
 
 def _norm_names(layer: nn.Module) -> tuple[str | None, ...]:
     """The names of ``NORMS`` that fit the layer's parts; Llama's if none do."""
-    norms = _parts(layer) - {"self_attn", *MIXERS, *MLPS}
+    norms = _parts(layer) - {"self_attn", *MIXERS, *MLPS, *LAYER_INPUTS, INPUT_NORM}
     return next((names for names in NORMS if {*filter(None, names)} == norms), NORMS[0])
+
+
+def _are_alike(norm: Any, other: Any) -> bool:
+    return type(norm) is type(other) and _epsilon(norm) == _epsilon(other)
 
 
 def _activation(layer: Any) -> str:

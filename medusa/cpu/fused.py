@@ -9,6 +9,14 @@ from torch import Tensor, nn
 from medusa.attention import Span, TreePlan
 from medusa.base.mixture_block import MixtureParts, mixture_of, routing_of
 from medusa.base.recurrent_block import mixer_of
+from medusa.base.uneven_block import (
+    head_sizes,
+    input_linears,
+    key_sources,
+    layer_inputs_of,
+    scale_of,
+    shares_keys,
+)
 from medusa.base.usual_block import (
     SINKS,
     UnusualBlockError,
@@ -19,6 +27,7 @@ from medusa.base.usual_block import (
     has_gates,
     last_norm,
     mlp_linears,
+    norm_weight,
     norms_of,
     query_scales_of,
     rotaries_of,
@@ -32,7 +41,7 @@ from medusa.cpu.int8 import Int8Linear
 from medusa.cpu.mixers import Memory, Mixer
 from medusa.cpu.native import LinearStruct
 from medusa.cpu.packed import DTYPE, PANEL, Packed, PackedEmbedding, PackedLinear
-from medusa.cpu.passes import Arenas, Block, Pass, run
+from medusa.cpu.passes import Arenas, Block, LayerInputs, Pass, run
 
 
 class _Weights(NamedTuple):
@@ -57,6 +66,8 @@ class _Weights(NamedTuple):
 
     def parts(self, sizes: Sequence[int]) -> "list[_Weights]":
         """Split its outputs into separate layers of these sizes."""
+        if sum(sizes) != self.outputs:
+            raise UnusualBlockError("several layers are one, and its parts are of other sizes")
         if isinstance(self.weight, Packed) and any(size % PANEL for size in sizes):
             raise UnusualBlockError("several layers are packed as one, and one of them ends within a panel")
         weights, biases = ([None] * len(sizes) if whole is None else whole.split(list(sizes)) for whole in self[:2])
@@ -90,7 +101,7 @@ class FusedPass:
         self._int8 = isinstance(attention_linears(attention_layers(decoder)[0].self_attn)[1], Int8Linear)
         self._blocks = (Block * len(layers))(*[self._read(index, layer) for index, layer in enumerate(layers)])
         self._rotaries, kinds = rotaries_of(decoder)
-        self._shape["pairs"] = turns_pairs(decoder, self._rotaries[0])
+        self._shape["pairs"] = turns_pairs(decoder, self._rotaries, kinds)
         for place, layer in enumerate(taps):
             self._blocks[layer - 1].tap = (1 + place) * self._shape["hidden"]
         for index, block in enumerate(self._blocks):
@@ -107,8 +118,14 @@ class FusedPass:
             norm=self._norm.weight.data_ptr(), query_scales=None if scales is None else scales.data_ptr(),
             embeddings=embeddings.struct, blocks=ctypes.addressof(self._blocks), **self._shape,
         )  # fmt: skip
-        attending = [index not in self._mixers for index in range(len(layers))]
-        self._arenas = Arenas(attending, self._shape["kv_heads"], self._shape["dim"], self._dtype)
+        if (inputs := self._layer_inputs(decoder)) is not None:
+            self._inputs = inputs
+            self._fixed.inputs = ctypes.addressof(inputs)
+        sizes, sources = [(block.kv_heads, block.dim) for block in self._blocks], key_sources(decoder)
+        if sources is None or any(sizes[source] != size for source, size in zip(sources, sizes, strict=True)):
+            raise UnusualBlockError("a layer shares keys that none keeps in its sizes")
+        own = [(block.kv_heads, block.dim) if block.dim and block.key.outputs else None for block in self._blocks]
+        self._arenas = Arenas(own, self._dtype, sources)
 
     def __call__(self, pool: BlockPool, plan: TreePlan) -> Tensor:
         """Hidden states [R, F] of a pass's rows; their keys and values go into the pool.
@@ -139,36 +156,59 @@ class FusedPass:
             raise UnusualBlockError(f"its embeddings are of {weight.dtype}, in another layout or of another class")
         return _Weights(weight.detach(), None, layer.embedding_dim, layer.num_embeddings), scale
 
+    def _layer_inputs(self, decoder: Any) -> LayerInputs | None:
+        """Pointers to what makes per-layer embeddings, of these layers alone."""
+        parts, hidden = layer_inputs_of(decoder), self._shape["hidden"]
+        pairs = [(block.input_gate, block.input_projection) for block in self._blocks]
+        sizes = {(gate.inputs, gate.outputs, up.inputs, up.outputs) for gate, up in pairs}
+        if parts is None and sizes == {(0, 0, 0, 0)}:
+            return None
+        if parts is None or sizes != {(hidden, parts.size, parts.size, hidden)}:
+            raise UnusualBlockError("its layers read per-layer embeddings of other sizes")
+        embeddings, multiplier = self._embeddings(parts.embeddings)
+        projection, norm = _whole(parts.projection), norm_weight(parts.norm, self._norm)
+        needed, all_layers = parts.size * len(self._blocks), projection.outputs
+        if not needed <= all_layers == embeddings.inputs or projection.inputs != hidden or norm.numel() != parts.size:
+            raise UnusualBlockError("its per-layer embeddings are of other sizes")
+        if needed < all_layers:
+            projection, _ = projection.parts((needed, all_layers - needed))
+        self._check([projection.weight], [projection.bias, norm])
+        self._keep([*embeddings.tensors, *projection.tensors, norm])
+        return LayerInputs(
+            embeddings.struct, projection.struct, norm.data_ptr(), parts.size, multiplier, parts.scale, parts.share
+        )
+
     def _read(self, index: int, layer: Any) -> Block:
         """Pointers to a layer's weights."""
-        inner, mixer, (gated, down) = self._shape["inner"], mixer_of(layer), mlp_linears(layer)
-        mixture = mixture_of(layer)
+        mixer, mixture, (gated, down) = mixer_of(layer), mixture_of(layer), mlp_linears(layer)
         if mixer is None:
             heads, output = self._heads(layer.self_attn)
         else:
             heads, output = [_whole(linear) for linear in mixer.inputs], mixer.output
-        ups = _whole(gated[0]).parts((inner, inner)) if len(gated) == 1 else [_whole(linear) for linear in gated]
-        norms = norms_of(layer, self._norm)
+        norms, mlp = norms_of(layer, self._norm), self._mlp(gated, down) if gated else []
         gates = mixer is None and has_gates(layer.self_attn)
         if norms.after is not None and (gates or mixer is not None):
             raise UnusualBlockError("a norm follows a recurrent layer, or gates of attention")
-        mlp = [*ups, _whole(down)] if gated else []
-        if mlp and (mlp[0].outputs, mlp[-1].inputs) != (inner, inner):
-            raise UnusualBlockError("its MLPs are of several sizes")
-        linears = [*heads, _whole(output), *mlp]
+        groups = heads, [_whole(output)], mlp, [_whole(linear) for linear in input_linears(layer)]
+        linears = [linear for group in groups for linear in group]
         others = () if mixer is None else (mixer.filter, mixer.norm)
         self._check([one.weight for one in linears], [*(one.bias for one in linears), *norms, *others])
         tensors = [*(tensor for one in linears for tensor in one.tensors), *norms]
         self._keep(tensors)
         pointers = [None if norm is None else norm.data_ptr() for norm in norms]
-        structs = [one.struct for one in linears]
-        structs[len(heads) : len(heads)] = [LinearStruct()] * (4 - len(heads))
-        block = Block(*structs, *[LinearStruct()] * (8 - len(structs)), *pointers, gates=gates)
+        structs = [
+            struct
+            for group, room in zip(groups, (4, 1, 3, 2), strict=True)
+            for struct in [*(one.struct for one in group), *[LinearStruct()] * (room - len(group))]
+        ]
+        block = Block(*structs, *pointers, gates=gates, scale=scale_of(layer))
         if (sinks := getattr(getattr(layer, "self_attn", None), SINKS, None)) is not None:
             self._keep([sinks := sinks.detach().float()])
             block.sinks = sinks.data_ptr()
-        block.whole_norms = norms.query is not None and norms.query.numel() > self._shape["dim"]
-        if mixer is not None:
+        if mixer is None:
+            block.kv_heads, block.dim = head_sizes(layer.self_attn)
+            block.whole_norms = norms.query is not None and norms.query.numel() > block.dim
+        else:
             self._mixers[index] = Mixer(index, mixer)
             block.mixer = ctypes.addressof(self._mixers[index].struct)
         if mixture is not None:
@@ -207,16 +247,24 @@ class FusedPass:
 
     def _heads(self, attention: Any) -> tuple[list[_Weights], Any]:
         """The projections to queries, keys and values, and the last one."""
-        shape, (linears, output) = self._shape, attention_linears(attention)
-        queries, keys = shape["heads"] * shape["dim"], shape["kv_heads"] * shape["dim"]
-        sizes = (1 + has_gates(attention)) * queries, keys, keys
-        if len(linears) == 1:
+        (kv_heads, dim), (linears, output) = head_sizes(attention), attention_linears(attention)
+        keys = kv_heads * dim
+        sizes = (1 + has_gates(attention)) * self._shape["heads"] * dim, keys, keys
+        if len(linears) == 1 and not shares_keys(attention):
             return _whole(linears[0]).parts(sizes), output
         heads = [_whole(linear) for linear in linears]
-        for head, size in zip(heads, sizes, strict=True):
-            if (head.outputs, head.inputs) != (size, shape["hidden"]):
-                raise UnusualBlockError("its heads are not those of the other layers")
+        expected = [(size, self._shape["hidden"]) for size in sizes[: len(heads)]]
+        if [(one.outputs, one.inputs) for one in heads] != expected:
+            raise UnusualBlockError("its heads are of other sizes than its config says")
         return heads, output
+
+    def _mlp(self, gated: Sequence[Any], down: Any) -> list[_Weights]:
+        """The projections to gates and to what they let through, and the last one."""
+        last = _whole(down)
+        ups = _whole(gated[0]).parts([last.inputs] * 2) if len(gated) == 1 else [_whole(linear) for linear in gated]
+        if any(one.outputs != last.inputs for one in ups):
+            raise UnusualBlockError("its MLP's parts do not fit")
+        return [*ups, last]
 
     def _check(self, weights: Sequence[Tensor | Packed], others: Sequence[Tensor | None]) -> None:
         """Check that weights are rounded to 8 bits all or not at all, and that the rest is of the pass's dtype."""
@@ -236,12 +284,11 @@ class FusedPass:
 
 
 def _shape(decoder: Any) -> dict[str, Any]:
-    """The sizes that all layers share; 0 inner numbers if all MLPs are experts."""
+    """The sizes that all layers share."""
     norm = last_norm(decoder)
     if norm.weight.dtype not in native.DTYPES or norm.weight.device.type != "cpu":
         raise UnusualBlockError(f"its weights are {norm.weight.dtype} on {norm.weight.device}")
-    downs = [down for layer in decoder.layers if (down := mlp_linears(layer)[1]) is not None]
-    return shape_of(decoder) | {"inner": _whole(downs[0]).inputs if downs else 0}
+    return shape_of(decoder)
 
 
 def _whole(linear: Any) -> _Weights:

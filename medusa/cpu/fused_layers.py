@@ -48,16 +48,16 @@ class LayerWeights(NamedTuple):
         names = ("norm", "mlp_norm", "token_norm", "query_norm", "key_norm")
         return {name: getattr(self, name) for name in names}
 
-    @property
-    def struct(self) -> Block:
+    def struct(self, kv_heads: int, dim: int) -> Block:
         """The struct for the kernel."""
         structs = [LinearStruct.of(linear.weight, linear.bias) for linear in self.linears]
         if len(structs) == 2:
-            structs = [LinearStruct(), *structs, *[LinearStruct()] * 5]
+            structs = [LinearStruct(), *structs]
         else:
             structs.insert(3, LinearStruct())
+        structs += [LinearStruct()] * (10 - len(structs))
         norms = {name: norm.data_ptr() for name, norm in self._norms.items() if norm is not None}
-        return Block(*structs, **norms, window=self.window)
+        return Block(*structs, **norms, window=self.window, kv_heads=kv_heads, dim=dim, scale=1.0)
 
 
 class FusedLayers:
@@ -89,13 +89,13 @@ class FusedLayers:
         if len(dtypes) > 1 or not all(native.reads(tensor) and tensor.is_contiguous() for tensor in known):
             raise UnusualBlockError("its weights are of several dtypes, or not on a CPU with C++ kernels")
         whole, hidden = len(layers[0].linears) > 2, layers[0].norm.numel()
-        inner = layers[0].linears[6].in_features if whole else 0
-        self._dtype, self._blocks = layers[0].norm.dtype, (Block * len(layers))(*(layer.struct for layer in layers))
-        self._arenas = Arenas([True] * len(layers), shape["kv_heads"], shape["dim"], self._dtype)
+        sizes = shape.pop("kv_heads"), shape.pop("dim")
+        self._dtype, self._blocks = layers[0].norm.dtype, (Block * len(layers))(*(one.struct(*sizes) for one in layers))
+        self._arenas = Arenas([sizes] * len(layers), self._dtype)
         shape["heads"] *= whole
         self._fixed = Pass(
-            number_type=native.number_type(self._dtype), layers=len(layers), hidden=hidden, width=hidden, inner=inner,
-            context=2**62, scaling=shape["dim"] ** -0.5, residual=1.0, multiplier=ends.scale,
+            number_type=native.number_type(self._dtype), layers=len(layers), hidden=hidden, width=hidden,
+            context=2**62, scaling=sizes[1] ** -0.5, residual=1.0, multiplier=ends.scale,
             norm=None if last_norm is None else last_norm.data_ptr(),
             embeddings=struct_of(embeddings), blocks=ctypes.addressof(self._blocks), **shape,
         )  # fmt: skip

@@ -20,15 +20,30 @@ class Block(ctypes.Structure):
     """The weights of a layer, and how it attends: ``Block`` of the kernel."""
 
     _fields_ = [
-        *[(name, LinearStruct) for name in ("query", "key", "value", "more", "output", "gate", "up", "down")],
+        *[
+            (name, LinearStruct)
+            for name in (
+                "query", "key", "value", "more", "output", "gate", "up", "down", "input_gate", "input_projection"
+            )
+        ],
         *[
             (name, _POINTER)
             for name in (
-                "norm", "after", "mlp_norm", "mlp_after", "query_norm", "key_norm", "token_norm", "sinks", "mixer",
-                "mixture",
+                "norm", "after", "mlp_norm", "mlp_after", "query_norm", "key_norm", "value_norm", "input_norm",
+                "token_norm", "sinks", "mixer", "mixture",
             )
         ],
-        *[(name, _INT) for name in ("gates", "whole_norms", "rotary", "window", "chunk", "tap")],
+        *[(name, _INT) for name in ("gates", "whole_norms", "rotary", "window", "chunk", "tap", "kv_heads", "dim")],
+        ("scale", _FLOAT),
+    ]  # fmt: skip
+
+
+class LayerInputs(ctypes.Structure):
+    """What makes per-layer embeddings: ``LayerInputs`` of the kernel."""
+
+    _fields_ = [
+        ("embeddings", LinearStruct), ("projection", LinearStruct), ("norm", _POINTER), ("size", _INT),
+        ("multiplier", _FLOAT), ("scale", _FLOAT), ("share", _FLOAT),
     ]  # fmt: skip
 
 
@@ -39,16 +54,16 @@ class Pass(ctypes.Structure):
         *[
             (name, _INT)
             for name in (
-                "number_type", "threads", "batch", "hidden", "inner", "heads", "kv_heads", "dim", "rotated",
-                "layers", "width", "context", "rounds_once", "gelu", "wide_angles", "pairs",
+                "number_type", "threads", "batch", "hidden", "heads", "layers", "width", "context", "rounds_once",
+                "gelu", "wide_angles", "pairs",
             )
         ],
         *[(name, _FLOAT) for name in ("epsilon", "offset", "scaling", "softcap", "residual", "multiplier")],
         *[(name, _POINTER) for name in ("lengths", "tokens", "parents", "skipped", "firsts")],
         ("computed", _INT), ("together", _INT),
         ("table", _POINTER), ("table_stride", _INT), ("table_rows", _INT),
-        *[(name, _POINTER) for name in ("cosines", "sines", "query_scales", "norm")],
-        ("embeddings", LinearStruct),
+        *[(name, _POINTER) for name in ("cosines", "sines", "rotated", "query_scales", "norm")],
+        ("embeddings", LinearStruct), ("inputs", _POINTER),
         *[(name, _POINTER) for name in ("states", "out", "blocks", "keys", "values", "memories")],
     ]  # fmt: skip
 
@@ -57,28 +72,31 @@ class Arenas:
     """The addresses of the keys and values of a pool's layers.
 
     Args:
-        layers: Which of the pool's layers have keys and values; the others have no address.
-        kv_heads: Key heads of a layer.
-        dim: Head size.
+        sizes: Key heads of each layer and their size; None = it has no keys and values of its own.
         dtype: Dtype of keys and values.
+        sources: The layers whose keys and values layers read; None = all read their own.
     """
 
-    def __init__(self, layers: Sequence[bool], kv_heads: int, dim: int, dtype: torch.dtype) -> None:
-        self._layers, self._like = layers, torch.empty(1, kv_heads, 1, dim, dtype=dtype)
+    def __init__(
+        self, sizes: Sequence[tuple[int, int] | None], dtype: torch.dtype, sources: Sequence[int] | None = None
+    ) -> None:
+        self._sources = range(len(sizes)) if sources is None else sources
+        self._likes = [None if size is None else torch.empty(1, size[0], 1, size[1], dtype=dtype) for size in sizes]
         self._found: tuple[weakref.ref[Tensor], tuple[Any, Any]] | None = None  # for the pool of the last pass
 
     def __call__(self, pool: BlockPool) -> tuple[Any, Any]:
         """Addresses by layer. They are looked up again if the first layer has moved, since all layers move together."""
         found = self._found
-        arenas = [arena if here else None for arena, here in zip(pool.arenas, self._layers, strict=False)]
+        arenas = [None if like is None else arena for arena, like in zip(pool.arenas, self._likes, strict=False)]
         first = next((arena.keys for arena in arenas if arena is not None), None)
         if found is not None and first is not None and found[0]() is first:
             return found[1]
-        for arena in arenas:
-            if arena is not None and arena.keys is None:
-                arena.allocate(pool.cache.blocks, self._like, self._like)
+        for arena, like in zip(arenas, self._likes, strict=False):
+            if arena is not None and like is not None and arena.keys is None:
+                arena.allocate(pool.cache.blocks, like, like)
         buffers = [[None, None] if arena is None else arena.buffers for arena in arenas]
-        keys, values = (addresses(of_layers) for of_layers in zip(*buffers, strict=True))
+        keys, values = zip(*(buffers[source] for source in self._sources), strict=True)
+        keys, values = addresses(keys), addresses(values)
         first = next(buffer for buffer, _ in buffers if buffer is not None)
         self._found = weakref.ref(first), (keys, values)
         return keys, values
@@ -98,7 +116,8 @@ def run(
     at.computed, at.together = plan.computed, plan.together
     at.lengths, at.tokens, at.parents = lengths.data_ptr(), tokens.data_ptr(), parents.data_ptr()
     at.firsts, at.keys, at.values = ctypes.addressof(firsts), ctypes.addressof(keys), ctypes.addressof(values)
-    at.cosines, at.sines, at.rotated = ctypes.addressof(cosines), ctypes.addressof(sines), angles[0][0].shape[1]
+    rotated = (_INT * len(angles))(*(table.shape[1] for table, _ in angles))
+    at.cosines, at.sines, at.rotated = (ctypes.addressof(one) for one in (cosines, sines, rotated))
     at.wide_angles = angles[0][0].dtype == torch.float32
     at.out, blocks = out.data_ptr(), plan.table.blocks
     at.skipped = None if plan.skipped is None else plan.skipped.data_ptr()

@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from medusa.attention import Scoring, TreePlan
 from medusa.attention.hook import attend_rows
+from medusa.base.uneven_block import head_sizes
 from medusa.base.usual_block import (
     BlockNorms,
     UnusualBlockError,
@@ -89,6 +90,7 @@ class FusedPass:
     def __init__(self, decoder: Any, taps: Sequence[int], context_length: int) -> None:
         check_decoder(decoder)
         shape, self._norm = shape_of(decoder), last_norm(decoder)
+        shape["kv_heads"], shape["dim"] = head_sizes(decoder.layers[0].self_attn)
         norm = self._norm.weight
         embedding_scale(decoder.embed_tokens)  # that they are usual ones: the module itself is called
         placed = {(weight.dtype, weight.device) for weight in decoder.parameters()}
@@ -96,7 +98,7 @@ class FusedPass:
             raise UnusualBlockError("its weights are on several devices, or of a dtype that the kernels do not know")
         self._decoder, self._shape, self._context, self._places = decoder, shape, context_length, len(taps) + 1
         self._rotaries, kinds = rotaries_of(decoder)
-        self._shape["pairs"] = turns_pairs(decoder, self._rotaries[0])
+        self._shape["pairs"] = turns_pairs(decoder, self._rotaries, kinds)
         self._query_scales = query_scales_of(decoder, context_length)
         places = {layer: place for place, layer in enumerate(taps, start=1)}
         self._layers = [

@@ -98,8 +98,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
         },
     },
     "gemma4_text": {
-        "global_head_dim": 16, "vocab_size_per_layer_input": 300, "hidden_size_per_layer_input": 32,
-        "final_logit_softcapping": 30.0,
+        "layer_types": ["sliding_attention", "full_attention", "full_attention"], "num_kv_shared_layers": 1,
+        "use_double_wide_mlp": False, "global_head_dim": 16, "vocab_size_per_layer_input": 300,
+        "hidden_size_per_layer_input": 32, "final_logit_softcapping": 30.0,
     },
     "gemma4_text-keys": {
         "global_head_dim": 16,

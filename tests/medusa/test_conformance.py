@@ -70,8 +70,16 @@ FAMILIES = {
     "gemma2": WINDOW | {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 8.0},
     "gemma3_text": WINDOW | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
     "gemma4_text": WINDOW
-    | {"layer_types": ["sliding_attention", "full_attention", "full_attention"], "num_kv_shared_layers": 1}
-    | {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 50, "global_head_dim": 16},
+    | {"layer_types": 2 * ["sliding_attention", "full_attention"], "num_hidden_layers": 4, "num_kv_shared_layers": 2}
+    | {"use_double_wide_mlp": True, "global_head_dim": 16}
+    | {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 50},
+    "gemma4_text-31b": WINDOW
+    | {"layer_types": ["sliding_attention", "full_attention", "full_attention"], "hidden_size_per_layer_input": 0}
+    | {"global_head_dim": 16, "attention_k_eq_v": True, "num_global_key_value_heads": 1},
+    "gemma4_text-26b": WINDOW
+    | {"layer_types": ["sliding_attention", "full_attention", "full_attention"], "hidden_size_per_layer_input": 0}
+    | EXPERTS
+    | {"global_head_dim": 16, "enable_moe_block": True, "top_k_experts": 2},
     "glm": {"partial_rotary_factor": 0.5},
     "glm4": {"partial_rotary_factor": 0.5},
     "gpt2": GPT,
@@ -133,6 +141,7 @@ SINGLE = (
     "afmoe",
     "deepseek_v2",
     "deepseek_v3",
+    "gemma4_text-26b",
     "gpt_oss",
     "mixtral",
     "olmoe",
@@ -157,16 +166,17 @@ GATHERED = ("deepseek_v2", "deepseek_v3")
 """Their layers compute on what is cached before attention reads it."""
 CHAINS = ("mpt",)
 FUSED = (
-    "bamba", "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "gpt_oss", "granite", "helium",
-    "lfm2", "lfm2_moe", "llama", "ministral3", "mistral", "mixtral", "olmo2", "olmo3", "olmoe", "phi3", "qwen2",
-    "qwen2_moe", "qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "seed_oss", "smollm3",
+    "bamba", "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3_text", "gemma4_text", "gemma4_text-31b", "glm", "glm4",
+    "gpt_oss", "granite", "helium", "lfm2", "lfm2_moe", "llama", "ministral3", "mistral", "mixtral", "olmo2", "olmo3",
+    "olmoe", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "seed_oss",
+    "smollm3",
 )  # fmt: skip
 """The usual block, whose whole pass our kernels compute."""
 REFUSED = ("bloom", "mamba")
 """tests/medusa/test_self_test.py"""
 WINDOWED = (
-    "afmoe", "cohere2", "exaone4", "gemma3_text", "gemma4_text", "gpt_oss", "mistral", "olmo3", "phi3", "phimoe",
-    "qwen2_moe", "starcoder2",
+    "afmoe", "cohere2", "exaone4", "gemma3_text", "gemma4_text", "gemma4_text-31b", "gemma4_text-26b", "gpt_oss",
+    "mistral", "olmo3", "phi3", "phimoe", "qwen2_moe", "starcoder2",
 )  # fmt: skip
 REFERENCE_DOES: dict[str, dict[str, tuple[str, ...]]] = {
     "reference": {},
@@ -197,12 +207,21 @@ def config_of(family: str, **changes: Any) -> PreTrainedConfig:
     return AutoConfig.for_model(family.partition("-")[0], **shape)
 
 
+def make_uneven(model: torch.nn.Module) -> None:
+    """Weights of norms and factors of layers are all ones in a new model, so that leaving one out would not show."""
+    for name, weight in [*model.named_parameters(), *model.named_buffers()]:
+        if name.endswith(("norm.weight", "layer_scalar")):
+            weight.data = 0.5 + torch.rand_like(weight)
+
+
 def tiny(family: str, backend: str = "reference") -> tuple[BaseModel, torch.nn.Module]:
     """A base of the family, and transformers' own model with the same random weights."""
     torch.manual_seed(0)
     config = config_of(family)
     dtype = torch.float32 if family in SINGLE or backend in WITHOUT_FLOAT64 else torch.float64
     model = AutoModelForCausalLM.from_config(config).to(dtype).eval()
+    if family.startswith("gemma4"):
+        make_uneven(model)
     oracle = copy.deepcopy(model)
     oracle.set_attn_implementation("eager")
     return BaseModel(model, None, family, backend), oracle

@@ -17,10 +17,10 @@ pytestmark = pytest.mark.slow
 
 HERE = Path(__file__).parent
 ALL = (
-    "native", "native_drafts", "exactness", "recurrent_kernels", "experts", "attention", "int8", "packed",
-    "loss_kernel",
+    "native", "native_drafts", "exactness", "recurrent_kernels", "layers_that_differ", "experts", "attention", "int8",
+    "packed", "loss_kernel",
 )  # fmt: skip
-FEW = ("native", "exactness", "loss_kernel", "recurrent_kernels")
+FEW = ("native", "exactness", "loss_kernel", "recurrent_kernels", "layers_that_differ")
 """For flavours that few machines run, or that differ in little: linear and recurrent layers, passes, and texts."""
 WHOLE = ("packed", "int8", "experts")
 """Where rows are whole numbers."""

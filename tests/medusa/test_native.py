@@ -13,7 +13,7 @@ from medusa import BaseModel
 from medusa.acceptance import Verdict, accept
 from medusa.acceptance.logits import Warper
 from medusa.attention.contract import BlockTable
-from medusa.base.usual_block import UnusualBlockError, embedding_scale
+from medusa.base.usual_block import UnusualBlockError, check_decoder, embedding_scale
 from medusa.cache import CachedSequence
 from medusa.cpu import build, native, selection
 from medusa.cpu.native import NativeLinear, available, keep_rows, use_kernels
@@ -23,7 +23,7 @@ from medusa.noise import gumbel_noise, gumbel_of, keys
 from medusa.state import DecodeState
 from medusa.tree import Draft, Tree
 from tests.medusa.passes import prefill, verify
-from tests.medusa.test_conformance import FAMILIES, FUSED, RECURRENT, config_of, tiny
+from tests.medusa.test_conformance import FAMILIES, FUSED, RECURRENT, tiny
 
 pytestmark = pytest.mark.skipif(not available(), reason="there is no C++ compiler here")
 
@@ -234,15 +234,16 @@ def test_it_rounds_where_the_family_rounds(family, dtype):
     assert (ours - theirs).norm() < (theirs - exact).norm()
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma4_text"])
 @torch.inference_mode()
-def test_many_rows_pass_in_slabs():
-    base, _ = tiny("llama", "exact")
+def test_many_rows_pass_in_slabs(family):
+    base, _ = tiny(family, "exact")
     base.context_length = 1000
     ours, theirs = (rows_of(each, (300, 290)) for each in (base.with_fused_pass(), base))
     torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=2e-4)
 
 
-@pytest.mark.parametrize("family", ["mistral", "qwen3"])
+@pytest.mark.parametrize("family", ["mistral", "qwen3", "gemma4_text"])
 @torch.inference_mode()
 def test_what_fills_up_smaller_trees_is_not_computed(family):
     """Trees of several sizes beside each other, and each of them alone: the same bits."""
@@ -278,13 +279,11 @@ def test_other_blocks_than_the_usual_one_are_left_to_transformers(caplog):
     assert "base (gpt2) runs as transformers does: the decoder (GPT2Model) has h, ln_f, wpe, wte" in caplog.text
 
 
-def test_a_family_whose_code_for_positions_is_another_is_left_to_transformers():
-    rope = {"rope_type": "default", "rope_theta": 1e4}
-    config = config_of(
-        "gemma4_text", hidden_size_per_layer_input=0, num_kv_shared_layers=0, global_head_dim=8,
-        rope_parameters={"full_attention": rope, "sliding_attention": rope},
-    )  # fmt: skip
-    assert not fuse(BaseModel(AutoModelForCausalLM.from_config(config).eval(), None, "gemma4", "exact")).fused
+def test_what_only_the_kernels_of_a_cpu_know_is_refused_elsewhere():
+    decoder = tiny("gemma4_text-31b")[0].decoder
+    check_decoder(decoder, on_cpu=True)
+    with pytest.raises(UnusualBlockError, match="its attention norms values, or its layers scale their outputs"):
+        check_decoder(decoder)
 
 
 @pytest.mark.parametrize("turned", [False, True], ids=["as it is", "neighbours"])

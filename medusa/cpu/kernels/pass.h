@@ -1,23 +1,28 @@
 // A decoder's whole pass over tree rows, for families whose layers are the usual block: norm, attention with rotary
 // positions, residual, norm, gated MLP, residual; norms may stand behind attention and the MLP too, or only there. In
 // place of attention, some layers may be recurrent (mixer.h); in place of the MLP or beside it, there may be experts.
-// Numbers are rounded to T where transformers rounds them.
+// Layers may differ in their heads, share keys and values, and read embeddings of their own (layer_inputs.h). Numbers are
+// rounded to T where transformers rounds them.
 //
 // One team of threads runs through all layers; a stage ends where the next reads what another thread wrote.
 #pragma once
+#include <map>
 #include <memory>
 #include <stdexcept>
 
 #include "attention.h"
 #include "experts.h"
+#include "layer_inputs.h"
 #include "whole.h"
 #include "mixer.h"
 #include "tiles.h"
 
 struct Block {
     Linear query, key, value, more, output, gate, up, down;  // the first four read the same; see Mixer for recurrent layers
+    Linear input_gate, input_projection;                     // of per-layer embeddings, or no outputs
     const void *norm, *after, *mlp_norm, *mlp_after;  // weights of norms before and after attention and the MLP, or null
-    const void *query_norm, *key_norm;                // or null
+    const void *query_norm, *key_norm, *value_norm;   // or null
+    const void* input_norm;                           // of what per-layer embeddings give, or null
     const void* token_norm;                           // of embeddings that are read in front of the state, or null
     const float* sinks;                               // [heads] scores of a key without a value that every row sees, or null
     const Mixer* mixer;                               // or null: attention
@@ -27,11 +32,13 @@ struct Block {
     int64_t rotary;                                   // which positions turn queries and keys; -1 = none
     int64_t window, chunk;                            // 0 = none
     int64_t tap;                                      // where its output goes in a row of hidden states; 0 = nowhere
+    int64_t kv_heads, dim;                            // of attention
+    float scale;                                      // a factor on its output
 };
 
 struct Pass {
-    int64_t number_type, threads, batch, hidden, inner;
-    int64_t heads, kv_heads, dim, rotated, layers, width;  // heads: 0 = keys and values alone, of the states that come in
+    int64_t number_type, threads, batch, hidden;
+    int64_t heads, layers, width;  // heads: 0 = keys and values alone, of the states that come in
     int64_t context;              // positions behind it become its last one
     int64_t rounds_once, gelu;    // 1 = norms round the product alone; 1 = gates are GELU (by tanh), 0 = SiLU
     int64_t wide_angles;          // 1 = cosines and sines are floats
@@ -43,9 +50,11 @@ struct Pass {
     int64_t computed, together;                 // see Layer
     Table table;
     const void *const *cosines, *const *sines;  // of each kind of positions, [positions, rotated]
+    const int64_t* rotated;                     // numbers of a head that each kind turns
     const float* query_scales;      // [context] factors on turned queries, or null
     const void* norm;               // or null: the last layer's output is handed over as it is
     Linear embeddings;              // an output for each token
+    const LayerInputs* inputs;      // or null: no per-layer embeddings
     const void* states;             // [rows, hidden] what the first layer reads, or null: embeddings
     void* out;                      // [rows, width]: the last hidden state, then what is tapped
     const Block* blocks;
@@ -53,9 +62,9 @@ struct Pass {
     const Memory* memories;             // of each layer, or null: none is recurrent
 
     int bytes() const {  // of rows, see Linear
-        int most = 0;
+        int most = inputs ? inputs->projection.bytes() : 0;
         for (const Block* block = blocks; block != blocks + layers; block++) {
-            for (const Linear* linear = &block->query; linear <= &block->down; linear++) most = std::max(most, linear->bytes());
+            for (const Linear* linear = &block->query; linear <= &block->input_projection; linear++) most = std::max(most, linear->bytes());
             if (block->mixture) most = std::max(most, block->mixture->bytes());
         }
         return most;
@@ -71,8 +80,8 @@ template <class T, class W> class Run {  // W: how its weights are met
     const Pass& at;
     static constexpr int64_t GROUP = W::rows(1);  // rows that are arranged together where they are many
     const int64_t rows = at.firsts[at.batch] - at.computed * at.batch;
-    const int64_t wide_hidden = W::room(at.hidden), wide_inner = W::room(at.inner);
-    const int64_t queries = at.heads * at.dim, keys = at.kv_heads * at.dim;
+    const int64_t wide_hidden = W::room(at.hidden);
+    std::map<std::pair<int64_t, int64_t>, Work> works;  // by key heads and their size: how a team shares attention
     Buffer<T> stream, projected;
     Buffer<typename W::number> x, gated;
     std::vector<T> query, attended;
@@ -80,6 +89,7 @@ template <class T, class W> class Run {  // W: how its weights are met
     std::vector<int64_t> above;              // the row before each, in its tree; -1 = none
     Buffer<float> asked, recurred, skipped;  // queries, outputs and what is added to them, of recurrent layers
     std::unique_ptr<Experts<T, W>> experts;
+    Buffer<T> given;                // per-layer embeddings
     Buffer<T> read, scores, mixed;  // what experts read and make, and the router's scores with the gate's
     Buffer<number<T>> routed;       // what the router reads
     std::vector<int64_t> chosen, found;  // found: of each layer, see Experts
@@ -149,6 +159,8 @@ template <class T, class W> class Run {  // W: how its weights are met
         });
     }
 
+    int64_t queries(const Block& block) const { return at.heads * block.dim; }
+    static int64_t keys(const Block& block) { return block.kv_heads * block.dim; }
     static int64_t width(const Block& block) {  // of a row of queries, keys and values
         return block.query.outputs + block.key.outputs + block.value.outputs + block.more.outputs;
     }
@@ -173,17 +185,17 @@ template <class T, class W> class Run {  // W: how its weights are met
     // Heads of queries or of keys, so far apart, normed in place where the family does so.
     void norm_heads(const Block& block, const void* weight, int64_t count, int64_t apart, T* heads) const {
         if (!weight) return;
-        if (block.whole_norms) return normed(heads, weight, count * at.dim, heads);
-        for (int64_t i = 0; i < count; i++) normed(heads + i * apart, weight, at.dim, heads + i * apart);
+        if (block.whole_norms) return normed(heads, weight, count * block.dim, heads);
+        for (int64_t i = 0; i < count; i++) normed(heads + i * apart, weight, block.dim, heads + i * apart);
     }
 
     // One head's numbers, turned by the row's position; products are rounded as angles are. Where neighbours are turned,
     // they go to different halves: queries and keys alike, so that their products stay.
     template <class Angle> void turned(const Block& block, const T* head, int64_t position, T* to) const {
-        const int64_t rotated = block.rotary < 0 ? 0 : at.rotated, half = rotated / 2;
-        std::memcpy(to + rotated, head + rotated, (at.dim - rotated) * sizeof(T));
+        const int64_t rotated = block.rotary < 0 ? 0 : at.rotated[block.rotary], half = rotated / 2;
+        std::memcpy(to + rotated, head + rotated, (block.dim - rotated) * sizeof(T));
         if (rotated) {
-            T apart[at.dim];
+            T apart[block.dim];
             if (at.pairs) {
                 for (int64_t d = 0; d < half; d++) apart[d] = head[2 * d], apart[half + d] = head[2 * d + 1];
                 head = apart;
@@ -200,56 +212,70 @@ template <class T, class W> class Run {  // W: how its weights are met
     }
 
     void place_heads(const Block& block, void* cached_keys, void* cached_values, Member& member) {
-        const int64_t total = width(block), apart = (1 + block.gates) * at.dim, first_key = at.heads * apart;
+        const int64_t total = width(block), apart = (1 + block.gates) * block.dim, first_key = at.heads * apart;
+        const int64_t queries = this->queries(block), keys = this->keys(block);
         member.share(rows, [&](int64_t r) {
-            const int64_t place = places[r];
             T* from = &projected[r * total];
-            norm_heads(block, block.query_norm, at.heads, apart, from);
-            norm_heads(block, block.key_norm, at.kv_heads, at.dim, from + first_key);
             const auto turn = [&](int64_t d, T* to) {
                 at.wide_angles ? turned<float>(block, from + d, positions[r], to) : turned<T>(block, from + d, positions[r], to);
             };
-            for (int64_t h = 0; h < at.heads; h++) turn(h * apart, &query[r * queries + h * at.dim]);
+            norm_heads(block, block.query_norm, at.heads, apart, from);
+            for (int64_t h = 0; h < at.heads; h++) turn(h * apart, &query[r * queries + h * block.dim]);
             if (at.query_scales)
                 for_vectors(queries, [&](int64_t i, int here) {
                     T* to = &query[r * queries + i];
                     put(rounded(wide(to, here) * splat(at.query_scales[positions[r]]), T()), to, here);
                 });
-            for (int64_t d = 0; d < keys; d += at.dim) turn(first_key + d, (T*)cached_keys + place * keys + d);
-            std::memcpy((T*)cached_values + place * keys, from + first_key + keys, keys * sizeof(T));
+            if (!block.key.outputs) return;  // an earlier layer's are read
+            T *key = from + first_key, *value = key + (block.value.outputs ? keys : 0);
+            T *cached_key = (T*)cached_keys + places[r] * keys, *cached_value = (T*)cached_values + places[r] * keys;
+            if (!block.value_norm) std::memcpy(cached_value, value, keys * sizeof(T));  // before keys change: values may be keys
+            else for (int64_t d = 0; d < keys; d += block.dim) normed(value + d, block.value_norm, block.dim, cached_value + d);
+            norm_heads(block, block.key_norm, block.kv_heads, block.dim, key);
+            for (int64_t d = 0; d < keys; d += block.dim) turn(first_key + d, cached_key + d);
         });
     }
 
-    Layer any_layer() const {
-        return {at.batch, at.heads, at.kv_heads, at.dim, at.dim, at.lengths, at.parents, at.firsts, at.computed, at.together, at.table, 0, 0, queries, at.dim, nullptr, at.scaling, at.softcap};
+    Layer attention_of(const Block& block) const {
+        return {at.batch, at.heads, block.kv_heads, block.dim, block.dim, at.lengths, at.parents, at.firsts, at.computed, at.together, at.table, block.window, block.chunk, queries(block), block.dim, block.sinks, at.scaling, at.softcap};
     }
 
-    void attend(const Block& block, const void* cached_keys, const void* cached_values, Work& work, Member& member) {
-        Layer layer = any_layer();
-        layer.window = block.window, layer.chunk = block.chunk, layer.sinks = block.sinks;
-        Attention<T, W::MATRIX_UNIT>{layer, query.data(), (const T*)cached_keys, (const T*)cached_values, attended.data()}.run(work, member);
+    void attend(const Block& block, const void* cached_keys, const void* cached_values, Member& member) {
+        const Layer layer = attention_of(block);
+        Attention<T, W::MATRIX_UNIT>{layer, query.data(), (const T*)cached_keys, (const T*)cached_values, attended.data()}.run(works.at({block.kv_heads, block.dim}), member);
     }
 
     // Columns of gates and of what they let through at a time.
-    int64_t columns(int64_t count) const { return std::min(at.inner, std::max<int64_t>(1, MIDDLE / (count * COLUMNS)) * COLUMNS); }
+    static int64_t columns(int64_t count) { return std::max<int64_t>(1, MIDDLE / (count * COLUMNS)) * COLUMNS; }
 
-    // Outputs begin .. end of gates, times what they let through, of `count` rows, in `gated`.
-    void gate(const Block& block, const typename W::number* from, int64_t count, int64_t begin, int64_t end) {
-        const auto join = [gelu = at.gelu](auto& gates, const auto& ups) {
+    // Gates become what they let through, rounded.
+    auto joining() const {
+        return [gelu = at.gelu](auto& gates, const auto& ups) {
             gelu ? tanh_gelu<T>(gates) : silu<T>(gates);
             UNROLLED for (size_t j = 0; j < std::size(ups); j++) gates[j] *= ups[j];
         };
+    }
+
+    // Outputs begin .. end of gates, times what they let through, of `count` rows, in `gated`.
+    void gate(const Block& block, const typename W::number* from, int64_t count, int64_t begin, int64_t end) {
         if constexpr (GROUP > 1)  // as the unit leaves them, empty rows too; fewer rows are put in order first
-            if (count > GROUP / 2) return W::gated(block.gate, block.up, from, count, gated.data(), begin, end, join);
-        const int64_t most = std::min(columns(count), end - begin);
+            if (count > GROUP / 2) return W::gated(block.gate, block.up, from, count, gated.data(), begin, end, joining());
+        gate(block.gate, from, count, begin, end, [&](int64_t first, int64_t last, T* to, int64_t stride) {
+            W::linear(block.up, from, count, to - first, stride, first, last);
+        });
+    }
+    // The same where find(first, last, to, stride) gives what they let through.
+    template <class Find> void gate(const Linear& layer, const typename W::number* from, int64_t count, int64_t begin, int64_t end, Find find) {
+        const int64_t most = std::min(columns(count), end - begin), room = W::room(layer.outputs);
+        const auto join = joining();
         thread_local Buffer<T> middle;
         grow(middle, 2 * count * most);
         T *gates = middle.data(), *ups = gates + count * most;
         float row[most];
         for (; begin < end; begin += most) {
             const int64_t stop = std::min(begin + most, end);
-            W::linear(block.gate, from, count, gates - begin, most, begin, stop);
-            W::linear(block.up, from, count, ups - begin, most, begin, stop);
+            W::linear(layer, from, count, gates - begin, most, begin, stop);
+            find(begin, stop, ups, most);
             for (int64_t r = 0; r < count; r++) {
                 for_abreast(stop - begin, [&](int64_t i, auto vectors, int here) {
                     vf gate[vectors], up[vectors];
@@ -260,7 +286,7 @@ template <class T, class W> class Run {  // W: how its weights are met
                     join(gate, up);
                     UNROLLED for (int j = 0; j < vectors; j++) put(rounded(gate[j], T()), row + i + j * LANES, here);
                 });
-                W::arrange(row, stop - begin, gated.data(), wide_inner, r, begin);
+                W::arrange(row, stop - begin, gated.data(), room, r, begin);
             }
         }
     }
@@ -280,12 +306,13 @@ template <class T, class W> class Run {  // W: how its weights are met
 
     // What attention gives a row, times the sigmoid of its gates where it has some.
     void let_through(const Block& block, int64_t r, float* to) const {
-        if (!block.gates) return copied(&attended[r * queries], queries, to);
-        const T* gates = &projected[r * width(block) + at.dim];
+        const T* heads = &attended[r * queries(block)];
+        if (!block.gates) return copied(heads, queries(block), to);
+        const T* gates = &projected[r * width(block) + block.dim];
         for (int64_t h = 0; h < at.heads; h++)
-            for_vectors(at.dim, [&](int64_t d, int here) {
-                const vf open = sigmoid<T>(wide(gates + 2 * h * at.dim + d, here));
-                put(rounded(wide(&attended[r * queries + h * at.dim + d], here) * open, T()), to + h * at.dim + d, here);
+            for_vectors(block.dim, [&](int64_t d, int here) {
+                const vf open = sigmoid<T>(wide(gates + 2 * h * block.dim + d, here));
+                put(rounded(wide(heads + h * block.dim + d, here) * open, T()), to + h * block.dim + d, here);
             });
     }
 
@@ -335,7 +362,34 @@ template <class T, class W> class Run {  // W: how its weights are met
         });
     }
 
-    void layer(int64_t index, Work& work, Member& member) {
+    // Per-layer embeddings of all rows.
+    void find_inputs(const LayerInputs& here, Member& member) {
+        const int64_t all = here.projection.outputs;
+        auto from = normed_rows(member, nullptr);
+        member.share(all, together<W>(here.projection), [&](int64_t begin, int64_t end) {
+            W::linear(here.projection, from(), rows, given.data(), all, begin, end);
+        });
+        const auto norm = [&](T* row) { normed(row, here.norm, here.size, row); };
+        member.share(rows, [&](int64_t r) { here.complete(at.tokens[r], &given[r * all], norm); });
+    }
+
+    // Adds what a layer's gate lets through of them.
+    void let_in(const Block& block, int64_t index, Member& member) {
+        const int64_t size = at.inputs->size, all = at.inputs->projection.outputs;
+        auto from = normed_rows(member, nullptr);
+        for (int64_t first = 0; first < rows; first += SLAB) {
+            const int64_t count = std::min(SLAB, rows - first);
+            member.share(size, W::UNIT, [&](int64_t begin, int64_t end) {
+                gate(block.input_gate, from() + first * wide_hidden, count, begin, end, [&](int64_t begin, int64_t end, T* to, int64_t stride) {
+                    for (int64_t r = 0; r < count; r++)
+                        std::memcpy(to + r * stride, &given[(first + r) * all + index * size + begin], (end - begin) * sizeof(T));
+                });
+            });
+            add(block.input_projection, block.input_norm, [this] { return gated.data(); }, first, count, member);
+        }
+    }
+
+    void layer(int64_t index, Member& member) {
         const Block& block = at.blocks[index];
         project(block, member);
         if (block.mixer) {
@@ -343,8 +397,8 @@ template <class T, class W> class Run {  // W: how its weights are met
         } else {
             place_heads(block, at.keys[index], at.values[index], member);
             if (!at.heads) return;
-            attend(block, at.keys[index], at.values[index], work, member);
-            const auto attended_rows = rows_for(member, queries, [&](int64_t r, float* to) { let_through(block, r, to); });
+            attend(block, at.keys[index], at.values[index], member);
+            const auto attended_rows = rows_for(member, queries(block), [&](int64_t r, float* to) { let_through(block, r, to); });
             add(block.output, block.after, attended_rows, 0, rows, member);
         }
         if (block.mixture) mix(block, member);
@@ -352,21 +406,30 @@ template <class T, class W> class Run {  // W: how its weights are met
             auto from = normed_rows(member, block.mlp_norm);
             for (int64_t first = 0; first < rows; first += SLAB) {
                 const int64_t count = std::min(SLAB, rows - first);
-                member.share(at.inner, W::UNIT, [&](int64_t begin, int64_t end) { gate(block, from() + first * wide_hidden, count, begin, end); });
+                member.share(block.gate.outputs, W::UNIT, [&](int64_t begin, int64_t end) { gate(block, from() + first * wide_hidden, count, begin, end); });
                 const auto gates = [this] { return gated.data(); };
                 if (block.mixture) compute(block.down, gates, count, &projected[first * at.hidden], member);
                 else add(block.down, block.mlp_after, gates, first, count, member);
             }
         }
         if (block.mixture) member.share(rows, [&](int64_t r) { add_mixed(*block.mixture, r); });
-        if (block.tap) member.share(rows, [&](int64_t r) { hand_over(&stream[r * at.hidden], r, block.tap); });
+        if (at.inputs) let_in(block, index, member);
+        if (block.tap || block.scale != 1)
+            member.share(rows, [&](int64_t r) {
+                T* row = &stream[r * at.hidden];
+                if (block.scale != 1) for_vectors(at.hidden, [&](int64_t i, int here) { put(rounded(wide(row + i, here) * splat(block.scale), T()), row + i, here); });
+                if (block.tap) hand_over(row, r, block.tap);
+            });
     }
 
     void hand_over(const T* numbers, int64_t r, int64_t column) {
         std::memcpy((T*)at.out + r * at.width + column, numbers, at.hidden * sizeof(T));
     }
 
-    int64_t stages() const { return 2 + at.layers * (12 + Work::STAGES + Experts<T, W>::STAGES + 3 * ((rows + SLAB - 1) / SLAB)); }
+    int64_t stages() const {
+        const int64_t slabs = (rows + SLAB - 1) / SLAB, inputs = at.inputs ? 1 + 3 * slabs : 0;
+        return 5 + at.layers * (12 + Work::STAGES + Experts<T, W>::STAGES + 3 * slabs + inputs);
+    }
 
     void room_for_experts(const Mixture& here) {
         experts = std::make_unique<Experts<T, W>>(here, rows, at.threads);
@@ -376,19 +439,27 @@ template <class T, class W> class Run {  // W: how its weights are met
 
   public:
     explicit Run(const Pass& pass) : at(pass) {
-        int64_t widest = at.hidden, most = at.blocks[0].token_norm ? 2 * at.hidden : std::max(at.hidden, queries);  // numbers that are read
+        int64_t widest = at.hidden, most = at.blocks[0].token_norm ? 2 * at.hidden : at.hidden;  // most: numbers that are read
+        int64_t most_queries = 0, inner = 0;
         for (const Block* block = at.blocks; block != at.blocks + at.layers; block++) {
             widest = std::max(widest, width(*block)), most = std::max(most, block->output.in);
+            inner = std::max({inner, W::room(block->gate.outputs), W::room(block->input_gate.outputs)});
             if (block->mixture && !experts) room_for_experts(*block->mixture);
-            if (!block->mixer) continue;
+            if (!block->mixer) {
+                most_queries = std::max(most_queries, queries(*block));
+                works.try_emplace({block->kv_heads, block->dim}, attention_of(*block), int(at.threads));
+                continue;
+            }
             const int64_t values = rows * block->mixer->heads * block->mixer->values;
             grow(asked, rows * block->mixer->key_heads * block->mixer->keys + LANES), grow(recurred, values + LANES);
             if (block->mixer->kind == MAMBA) grow(skipped, values + LANES);
         }
         stream.resize(rows * at.hidden + LANES), projected.resize(rows * widest + LANES);
         if (rows > FEW) x.resize(W::rows(rows) * W::room(most));
-        gated.resize(W::rows(std::min(rows, SLAB)) * wide_inner);
-        query.resize(rows * queries), attended.resize(rows * queries);
+        if (at.inputs) given.resize(rows * at.inputs->projection.outputs + LANES);
+        gated.resize(W::rows(std::min(rows, SLAB)) * inner);
+        query.resize(rows * most_queries), attended.resize(rows * most_queries);
+        const int64_t known = at.inputs ? std::min(at.embeddings.outputs, at.inputs->embeddings.outputs) : at.embeddings.outputs;
         std::vector<int64_t> depth;
         for (int64_t b = 0; b < at.batch; b++) {
             const int64_t first = at.firsts[b], count = at.firsts[b + 1] - first;
@@ -396,7 +467,7 @@ template <class T, class W> class Run {  // W: how its weights are met
             depths(at.parents + first, count, depth.data());
             for (int64_t n = at.computed; n < count; n++) {
                 const int64_t token = at.tokens[positions.size()];
-                if (token < 0 || token >= at.embeddings.outputs) throw std::out_of_range("token");
+                if (token < 0 || token >= known) throw std::out_of_range("token");
                 const int64_t skipped = at.skipped ? at.skipped[b] : 0;
                 positions.push_back(std::min(at.lengths[b] + skipped + depth[n], at.context - 1));
                 places.push_back(at.table.place(b, at.lengths[b] + n));
@@ -406,7 +477,6 @@ template <class T, class W> class Run {  // W: how its weights are met
     }
 
     void operator()() {
-        Work work(any_layer(), int(at.threads));
         Team(int(at.threads), stages()).run([&](Member& member) {
             const typename W::Thread equipped;
             Buffer<T> room;
@@ -414,7 +484,8 @@ template <class T, class W> class Run {  // W: how its weights are met
                 const T* row = at.states ? (const T*)at.states + r * at.hidden : embedding(r, room);
                 std::memcpy(&stream[r * at.hidden], row, at.hidden * sizeof(T));
             });
-            for (int64_t i = 0; i < at.layers; i++) layer(i, work, member);
+            if (at.inputs) find_inputs(*at.inputs, member);
+            for (int64_t i = 0; i < at.layers; i++) layer(i, member);
             member.share(rows, [&](int64_t r) {
                 const T* row = &stream[r * at.hidden];
                 if (at.norm) normed(row, at.norm, at.hidden, (T*)at.out + r * at.width);
