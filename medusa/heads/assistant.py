@@ -11,6 +11,7 @@ Legend: B sequences, m tree nodes of a level, D hidden size of the base, A of th
 tokens, V vocabulary.
 """
 
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
@@ -19,7 +20,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from medusa.base.rotary import Rotary
+from medusa.base.usual_block import UnusualBlockError
 from medusa.cache import Cached, texts_of
+from medusa.cpu.fused_queries import FusedQueries
 from medusa.cpu.native import native_linear
 from medusa.heads.assistant_layers import AssistantLayer, Text
 from medusa.heads.base import DraftHeads, HeadsConfig, Vocabulary
@@ -62,9 +65,10 @@ class AssistantHeads(DraftHeads):
             self.register_buffer("token_ordering", torch.arange(config.vocab_size))
         self._rotaries = {kind: Rotary(partial(shape.angles, kind)) for kind in set(shape.layer_types)}
         self._layers_read: dict[str, int] = {}
+        self.fused: FusedQueries | None = None
 
     def join(self, vocabulary: Vocabulary) -> None:
-        """See ``DraftHeads.join``; also finds the base's layers to read.
+        """See ``DraftHeads.join``; also finds the base's layers to read, and makes the layers one C++ call on a CPU.
 
         Raises:
             ValueError: The base has no such layers, or holds only a part of their keys and values in this process.
@@ -79,6 +83,9 @@ class AssistantHeads(DraftHeads):
             )
         if self.centroids is None:
             self._joined_output = native_linear(self.tokens.detach())
+        if vocabulary.attention.name == "exact":
+            with suppress(UnusualBlockError):
+                self.fused = FusedQueries(list(self.layers), self.norm, self.tokens, self._shape.num_attention_heads)
 
     def forward(self, *_: Any) -> NoReturn:
         """Assistants are not trained here."""
@@ -104,12 +111,23 @@ class AssistantHeads(DraftHeads):
         text, above_BmD = state.text, of_parents(state.states, parents_Bm)
         embedded_BmD = vocabulary.embed(tokens_Bm).to(above_BmD.dtype)
         x_BmA = self.pre_projection(torch.cat([embedded_BmD, above_BmD], dim=-1))
-        roots_B1, reach = text.plan.positions[:, None] + 1, text.plan.reach + 1
+        out_BmA = self._through(x_BmA, text)
+        return self._logits(out_BmA), Level(text, self.post_projection(out_BmA))
+
+    def _through(self, x_BmA: Tensor, text: Text) -> Tensor:
+        """All layers and the last norm, at the position of the roots, one behind the last cached one."""
+        reach = text.plan.reach + 1
+        if self.fused is not None:
+            tables = {kind: rotary.tables(reach, x_BmA) for kind, rotary in self._rotaries.items()}
+            behind = {kind: (cosines[1:], sines[1:]) for kind, (cosines, sines) in tables.items()}
+            plan, rows_RA = text.rows(x_BmA.shape[1]), x_BmA.flatten(0, 1)
+            return self.fused(text.pool, text.layers, plan, behind, rows_RA).view_as(x_BmA)
+        roots_B1 = text.plan.positions[:, None] + 1
         angles = {kind: rotary.at(roots_B1, reach, x_BmA) for kind, rotary in self._rotaries.items()}
         for kind, layer in zip(self._shape.layer_types, self.layers, strict=True):
             x_BmA = layer(x_BmA, text, angles[kind])
-        normed_BmA = self.norm(x_BmA)
-        return self._logits(normed_BmA), Level(text, self.post_projection(normed_BmA))
+        out: Tensor = self.norm(x_BmA)
+        return out
 
     def _logits(self, normed_BmA: Tensor) -> Tensor:
         """Logits [B, m, V]; with centroids only tokens of the best ones are scored."""

@@ -15,8 +15,10 @@ from transformers import Gemma4TextConfig
 from transformers.models.gemma4.modeling_gemma4 import Gemma4TextRotaryEmbedding
 
 from medusa.attention import Scoring, TreePlan, attend_rows
+from medusa.attention.contract import BlockTable
 from medusa.cache import BlockPool
 from medusa.heads.decoder import turned
+from medusa.tree import Draft
 
 WINDOWED = "sliding_attention"
 
@@ -100,6 +102,13 @@ class Text(NamedTuple):
     pool: BlockPool
     layers: dict[str, int]
     plan: TreePlan
+
+    def rows(self, count: int) -> TreePlan:
+        """The plan with this number of rows for each text, all at its last cached position."""
+        plan, size = self.plan, self.plan.table.size
+        draft = Draft.chain(plan.tokens.repeat_interleave(count)[:, None])
+        table = BlockTable(plan.table.blocks.repeat_interleave(count, 0), size)
+        return TreePlan([draft], plan.lengths.repeat_interleave(count), plan.kv_length, table, plan.backend)
 
     def attend(self, kind: str, query_BmHd: Tensor, window: int | None) -> Tensor:
         """What queries see of their texts [B, m, H, d].

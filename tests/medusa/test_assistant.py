@@ -1,6 +1,5 @@
 """Gemma 4's assistants: drafts are what transformers' own say of a text and a path, and texts are the base's own."""
 
-import copy
 import json
 import os
 from types import SimpleNamespace
@@ -12,6 +11,7 @@ from transformers import AutoModelForCausalLM
 from medusa import BaseModel, MedusaModel, Prefix, SamplingParams, Speculation
 from medusa.cache import BLOCK, FixedTexts
 from medusa.cache.follower import Followed
+from medusa.cpu.native import available
 from medusa.drafters import HeadsDrafter, SampledHeadsDrafter
 from medusa.engine.config import EngineConfig
 from medusa.engine.graph import StepGraphs
@@ -21,7 +21,7 @@ from medusa.io.hub import is_model
 from medusa.loading.load import load_draft_model
 from medusa.tree import Tree
 from tests.medusa.assistants import BASES, VOCABULARY, as_published, assistant, gemma, logits_of
-from tests.medusa.passes import finish
+from tests.medusa.passes import finish, prefill
 from tests.medusa.remembering import Watched
 from tests.medusa.tape import Recorder, Strict
 from tests.medusa.test_graph import contents, meta_state
@@ -86,6 +86,7 @@ def test_every_node_is_what_transformers_says_of_text_and_path(tmp_path, monkeyp
     known, base = assistant(tmp_path, monkeypatch, centroids), gemma(kind, attention)
     as_published(tmp_path)
     model = MedusaModel(base, load_heads(tmp_path))
+    assert (model.heads.fused is not None) == (attention == "exact" and available())
     drafter = Watched(model.heads, model.base, 9, host_decides=False)
     batch, params = model.batch(config=EngineConfig(chunk=5)), SamplingParams(max_new_tokens=8, ignore_eos=True)
     for text in TEXTS:
@@ -96,6 +97,20 @@ def test_every_node_is_what_transformers_says_of_text_and_path(tmp_path, monkeyp
         found = by_path(draft, row)
         assert len(found) > 1
         assert found == pytest.approx(scores(known, base, text, found), abs=2e-3)
+
+
+@pytest.mark.skipif(not available(), reason="there is no C++ compiler here")
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.15), (torch.float16, 0.02)])
+@torch.inference_mode()
+def test_layers_in_one_call_are_those_in_python(folder, dtype, tolerance):
+    """For several nodes of several texts."""
+    base = gemma("own keys", "exact", dtype)
+    heads = freeze(load_heads(folder).to(dtype), base)
+    sequences, state = prefill(base, TEXTS)
+    level = heads.begin(state.hidden, base, sequences)
+    x_BmA = torch.randn(len(TEXTS), 5, 16, dtype=dtype)
+    ours, heads.fused = heads._through(x_BmA, level.text), None
+    torch.testing.assert_close(ours, heads._through(x_BmA, level.text), atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize("kind", BASES)
@@ -133,12 +148,12 @@ def test_a_recorded_step_is_the_eager_step(double, folder, monkeypatch, drawn):
     assert recorder.recorded == 1 and recorder.replays > 5
 
 
-def test_the_draft_on_the_device_never_asks_the_host(base, model):
+def test_the_draft_on_the_device_never_asks_the_host(base, folder):
     plain = AutoModelForCausalLM.from_config(base.model.config).to("meta")
     for layer in (plain.lm_head, plain.model.embed_tokens):
         layer._hf_hook = SimpleNamespace(execution_device="meta")
     meta = BaseModel(plain, None)
-    meta.spans, heads = base.spans, freeze(copy.deepcopy(model.heads).to("meta"), base)
+    meta.spans, heads = base.spans, freeze(load_heads(folder).to("meta"), meta)
     pool = meta.new_pool(4 * BLOCK)
     for layer in base.key_layers.values():
         shape = (1, 2, 1, 16 if layer % 2 else 8)
