@@ -141,10 +141,10 @@ def last_norm(decoder: Any) -> Any:
 def attention_linears(attention: Any) -> tuple[list[Any], Any]:
     """The projections to queries, keys and values, one for each or one for all; and the last one.
 
-    Where there is none to values, they are the keys before their norm; see also ``shares_keys``.
+    Where there is none to values, they are the keys before their norm. Layers that share keys have queries alone.
     """
-    joined = getattr(attention, "qkv_proj", None)
-    heads = [getattr(attention, f"{name}_proj", None) for name in "qkv"] if joined is None else [joined]
+    joined, names = getattr(attention, "qkv_proj", None), "q" if shares_keys(attention) else "qkv"
+    heads = [getattr(attention, f"{name}_proj", None) for name in names] if joined is None else [joined]
     return [linear for linear in heads if linear is not None], part_of(attention, OUTPUTS)
 
 
