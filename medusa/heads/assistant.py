@@ -135,8 +135,7 @@ class AssistantHeads(DraftHeads):
             return (self._joined_output or (lambda x: functional.linear(x, self.tokens)))(normed_BmA)
         best_BmC = self.centroids(normed_BmA).topk(self._shape.centroids_read).indices
         tokens_BmE = self.token_ordering.view(self._shape.num_centroids, -1)[best_BmC].flatten(2)
-        # torch's batched products of bfloat16 are slow on many CPUs.
         rows_BmEA = functional.embedding(tokens_BmE, self.tokens)
-        scores_BmE = (rows_BmEA * normed_BmA[:, :, None]).sum(-1, dtype=torch.float32)
+        scores_BmE = torch.einsum("bmea,bma->bme", rows_BmEA, normed_BmA).float()
         logits_BmV = scores_BmE.new_full((*scores_BmE.shape[:2], self.config.vocab_size), NOT_READ)
         return logits_BmV.scatter_(2, tokens_BmE, scores_BmE)
