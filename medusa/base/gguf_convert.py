@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
+from medusa.base.gguf import MTP
 from medusa.base.gguf_config import ends_of
 from medusa.base.gguf_reading import Reading, Source, tensors_of
 from medusa.base.gguf_tensors import SLICE, Stored, stored_tensors
@@ -56,6 +57,10 @@ def convert(file: Path, directory: Path) -> str:
     tokenizer.save_pretrained(directory)
     with _one_thread():
         kinds = _write(directory, _made(file, reading.tensors()))
+        with _one_error(file):
+            layer = reading.mtp()
+    if layer:
+        _save(layer, directory / MTP, {})
     told = f"{', '.join(kinds)} kept packed" if kinds else "of types that are expanded"
     return f"weights of the GGUF file {file.name} ({told}), as {str(DTYPE).removeprefix('torch.')}"
 

@@ -1,5 +1,6 @@
 """Reads a model's tensors from a GGUF file, one at a time (``gguf_families``: the names, settings and changes)."""
 
+import copy
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +22,11 @@ from medusa.cpu.experts import shape_in_order
 from medusa.cpu.packed import DTYPE
 
 logger = logging.getLogger(__name__)
+
+WITH_MTP = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
+"""Families whose multi-token-prediction layer is read."""
+MTP_NORMS = {"nextn.enorm": "enorm", "nextn.hnorm": "hnorm", "nextn.shared_head_norm": "post_norm"}
+"""Norms of that layer, by llama.cpp's names and by transformers'."""
 
 
 class Source(NamedTuple):
@@ -92,8 +98,36 @@ class Reading:
             rows = self._changes.rows({one.name: one.shape for one in made_of})
             yield Source(name, shape, made_of, rows, partial(self._values, made_of, shape))
 
+    def mtp(self) -> dict[str, Tensor]:
+        """The multi-token-prediction layer: values by name in transformers' ``MtpLayer``; none if there is not one.
+
+        It is the block behind the last layer, and a layer with full attention of the same family. Experts are in the
+        order of the kernel.
+        """
+        config = copy.deepcopy(self.outline.config)
+        block = f"blk.{config.num_hidden_layers}."
+        stored = {one.name.removeprefix(block): one for one in self._stored if one.name.startswith(block)}
+        if config.model_type not in WITH_MTP or "nextn.eh_proj.weight" not in stored:
+            return {}
+        config.num_hidden_layers += 1
+        config.layer_types = [*config.layer_types, "full_attention"]
+        changes = Changes(family_of(self.header, [one.name for one in self._stored]), config)
+        found = {"eh_proj.weight": stored.pop("nextn.eh_proj.weight").tensor().to(DTYPE)}
+        for theirs, own in MTP_NORMS.items():  # as other norms, they may be 1 larger in the file
+            norm = stored.pop(f"{theirs}.weight").tensor()
+            found[f"{own}.weight"] = changes.values({f"{block}attn_norm.weight": norm}).to(DTYPE)
+        parts = defaultdict[str, list[Stored]](list)
+        for one in stored.values():
+            parts[changes.name(one.name).removeprefix(f"model.layers.{config.num_hidden_layers - 1}.")].append(one)
+        for name, some in parts.items():
+            if "nextn." not in name:  # what is left there are copies of the embeddings and the output layer
+                some.sort(key=lambda one: changes.place(one.name))
+                values = changes.values({one.name: one.tensor() for one in some})
+                found[f"mtp_block.{name}"] = values.to(DTYPE).contiguous()
+        return found
+
     def _values(self, made_of: Sequence[Stored], shape: torch.Size) -> Tensor:
-        values = self._changes.values({one.name: torch.from_numpy(one.numbers()) for one in made_of})
+        values = self._changes.values({one.name: one.tensor() for one in made_of})
         if values.shape != shape:
             shapes = tuple(values.shape), tuple(shape)
             raise ValueError(f"tensor {made_of[-1].name} has the shape {shapes[0]}, and the model's is {shapes[1]}")

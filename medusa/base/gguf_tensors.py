@@ -63,6 +63,10 @@ class Stored:
             raise ValueError(f"tensor {self.name} is of type {self.kind}, which cannot be expanded") from error
         return found.reshape(self.shape)
 
+    def tensor(self) -> Tensor:
+        """The same as a tensor."""
+        return torch.from_numpy(self.numbers())
+
 
 def stored_tensors(file: Path) -> tuple[dict[str, Any], list[Stored]]:
     """The values of a file's header, without lists longer than ``LIST``, and its tensors.

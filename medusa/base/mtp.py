@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import WeightRenaming
@@ -23,6 +24,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cache
 from medusa.attention import IMPLEMENTATION, TreeAttention, TreePlan
 from medusa.base import gguf
 from medusa.cache import BlockPool, Follower
+from medusa.cpu.experts import in_own_order
 from medusa.files import read_object
 
 
@@ -83,7 +85,7 @@ class MtpLayer(Follower):
         try:
             if next(Path(model.config.name_or_path).glob(gguf.WEIGHTS), None):
                 remedy = f"give a checkpoint in safetensors files, or {remedy}"
-                raise ValueError("it is not read from GGUF files")
+                return cls(_of_gguf(loader(model, 1), model), attention, device)
             stored, wanted = _stored_names(model.config.name_or_path), loader.get_mtp_weights_regex(model)
             if stored and not any(wanted.search(name) for name in stored):
                 remedy = f"copy {'mtp.*' if loader is _QwenMtp else 'them'} from the original checkpoint, or {remedy}"
@@ -117,6 +119,20 @@ class MtpLayer(Follower):
             out_1RD = self._model.shared_post_norm(out_1RD)
         out: Tensor = out_1RD[0]
         return out
+
+
+def _of_gguf(layers: MtpModel, model: PreTrainedModel) -> MtpModel:
+    """The module with the layer that was read from a base's GGUF file."""
+    path = Path(model.config.name_or_path) / gguf.MTP
+    if not path.is_file():
+        raise ValueError("its GGUF file has none that can be read")
+    layer, state = layers.layers[0], dict[str, Tensor]()
+    for name, tensor in load_file(path).items():
+        owner, _, own = name.rpartition(".")
+        state[name] = in_own_order(layer.get_submodule(owner), own, tensor)
+    layer.load_state_dict(state)
+    layer.to(dtype=model.dtype)  # not the base's embeddings, which the module holds too
+    return layers
 
 
 def _stored_names(name: str) -> list[str]:

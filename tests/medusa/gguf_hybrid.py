@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from gguf import GGMLQuantizationType, GGUFWriter, quantize
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.modeling_layers import MtpModel
 
 SIZES = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -94,18 +95,49 @@ def _by_head(order, config):
     return (order[:, None] * size + np.arange(size)).flatten()
 
 
-def write_hybrid(path, family, tokenizer, kind):
-    """Write a random model, matrices in blocks of this type; returns the path."""
-    torch.manual_seed(0)
-    letters = [*tokenizer.convert_ids_to_tokens(range(len(tokenizer))), "ab"]
-    config = AutoConfig.for_model(**SIZES | KINDS[family], vocab_size=len(letters))
+MTP_NAMES = {
+    "mtp_block.": "", "enorm.": "nextn.enorm.", "hnorm.": "nextn.hnorm.", "eh_proj.": "nextn.eh_proj.",
+    "post_norm.": "nextn.shared_head_norm.",
+}  # fmt: skip
+
+
+def mtp_of(model):
+    """A random multi-token-prediction layer of a model, as tensors of one more layer.
+
+    Their names in transformers' module are found by ``MTP_NAMES``.
+    """
+    model.config.num_mtp_layers, model.config.mtp_layer_types = 1, ["full_attention"]
+    layer = MtpModel(model, 1).layers[0]
+    found = dict[str, torch.Tensor]()
+    for name, weight in layer.state_dict().items():
+        torch.nn.init.normal_(weight, std=0.1)  # experts are memory that nobody has written
+        own, theirs = next(names for names in MTP_NAMES.items() if name.startswith(names[0]))
+        found[f"model.layers.{model.config.num_hidden_layers}.{theirs}{name.removeprefix(own)}"] = weight
+    return found
+
+
+def hybrid(family, tokenizer):
+    """A random model."""
+    config = AutoConfig.for_model(**SIZES | KINDS[family], vocab_size=len(tokenizer) + 1)
     model = AutoModelForCausalLM.from_config(config)
     for weight in model.parameters():
         weight.data += 0.1 * torch.rand_like(weight) * (weight.dim() == 1)  # norms that are not all the same
+    return model
+
+
+def write_hybrid(path, family, tokenizer, kind):
+    """Write that model, matrices in blocks of this type; returns the path."""
+    torch.manual_seed(0)
+    letters = [*tokenizer.convert_ids_to_tokens(range(len(tokenizer))), "ab"]
+    model = hybrid(family, tokenizer)
+    config = model.config
     writer = GGUFWriter(path, family)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
+    layer = {} if family == "lfm2" else mtp_of(model)
+    if layer:
+        writer.add_uint32(f"{family}.nextn_predict_layers", 1)
+    writer.add_block_count(config.num_hidden_layers + bool(layer))  # its block is counted too
     if family == "qwen35moe":
         writer.add_expert_count(config.num_experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
@@ -138,7 +170,7 @@ def write_hybrid(path, family, tokenizer, kind):
     writer.add_token_merges(["a b"])
     writer.add_eos_token_id(0)
     writer.add_chat_template(tokenizer.chat_template)
-    for own, weight in model.state_dict().items():
+    for own, weight in (model.state_dict() | layer).items():
         if own == "lm_head.weight":
             continue  # tied
         name, numbers = stored(own, weight, config)
@@ -155,8 +187,6 @@ def write_hybrid(path, family, tokenizer, kind):
                 writer.add_tensor(part, quantize(np.ascontiguousarray(values), raw), raw_dtype=raw)
             else:
                 writer.add_tensor(part, values)
-    if family != "lfm2":  # the multi-token-prediction layer, counted as one more
-        writer.add_tensor(f"blk.{config.num_hidden_layers}.nextn.eh_proj.weight", np.ones((8, 8), np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

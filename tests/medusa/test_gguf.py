@@ -32,9 +32,11 @@ from medusa.cpu.experts import PackedExperts, use_experts
 from medusa.cpu.gguf_types import KINDS
 from medusa.cpu.native import use_kernels
 from medusa.cpu.packed import Packed, packed_weights
+from medusa.drafters.model import ModelDrafter
+from medusa.drafters.writers import MtpWriter
 from medusa.serve.server import main
 from tests.medusa.gguf_files import SIZES, write_file
-from tests.medusa.gguf_hybrid import write_hybrid
+from tests.medusa.gguf_hybrid import hybrid, mtp_of, write_hybrid
 from tests.medusa.packed_sums import same
 
 FAMILIES = {"llama": LlamaConfig, "qwen2": Qwen2Config, "gemma3": Gemma3TextConfig}
@@ -183,8 +185,31 @@ def test_hybrid_models(family, first, kind, tokenizer, tmp_path, monkeypatch, ca
     experts = [part for part in base.model.modules() if isinstance(part, PackedExperts)]
     assert len(experts) == (4 if family == "qwen35moe" and kind != "F16" else 0)
     if family != "lfm2":
-        with pytest.raises(ValueError, match="it is not read from GGUF files; give a checkpoint in safetensors files"):
-            base.with_mtp()
+        check_mtp(base, family, tokenizer, kind)
+
+
+def check_mtp(base, family, tokenizer, kind):
+    """The multi-token-prediction layer holds the numbers that were written, and drafts."""
+    layer = base.with_mtp().mtp._model.layers[0]
+    torch.manual_seed(0)
+    whole = hybrid(family, tokenizer)
+    prefix = f"model.layers.{whole.config.num_hidden_layers}."
+    for name, weight in mtp_of(whole).items():
+        own = name.removeprefix(prefix)
+        own = own.replace("nextn.shared_head_norm", "nextn.post_norm").removeprefix("nextn.")
+        read = layer.state_dict()[own if own in layer.state_dict() else f"mtp_block.{own}"]
+        largest = float(weight.abs().max())
+        assert read.shape == weight.shape and read.dtype == base.dtype
+        limit = {"F16": 0.01, "Q8_0": 0.02, "Q4_1": 0.12}[kind] * largest
+        assert float((read.float() - weight).abs().max()) <= limit, name
+    model, text = MedusaModel(base.with_mtp()), [28, 6, 7, 8]
+    plain = model.generate(text, max_new_tokens=12, ignore_eos=True, nodes=1)
+    drafter = ModelDrafter(MtpWriter(model.base), model.base.vocab_size, 4, 0.0, host_decides=False)
+    drafted = model.generate(text, max_new_tokens=12, ignore_eos=True, drafter=drafter)
+    assert drafted.tokens == plain.tokens and drafted.draft_tokens > 9
+    (Path(base.model.config.name_or_path) / gguf.MTP).unlink()
+    with pytest.raises(ValueError, match="its GGUF file has none that can be read; give a checkpoint in safetensors"):
+        base.with_mtp()
 
 
 @pytest.mark.parametrize(
