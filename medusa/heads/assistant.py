@@ -71,7 +71,8 @@ class AssistantHeads(DraftHeads):
         """See ``DraftHeads.join``; also finds the base's layers to read, and makes the layers one C++ call on a CPU.
 
         Raises:
-            ValueError: The base has no such layers, or holds only a part of their keys and values in this process.
+            ValueError: The base has no such layers, or with other heads, or holds only a part of their keys and values in
+                this process.
         """
         super().join(vocabulary)
         self._layers_read, missing = vocabulary.key_layers, set(self._rotaries) - set(vocabulary.key_layers)
@@ -81,6 +82,14 @@ class AssistantHeads(DraftHeads):
                 f" {', '.join(sorted(missing))} whose keys and values this assistant could read, or divides them among"
                 " processes; give the Gemma 4 that it was made for, without tp_plan"
             )
+        for kind in self._rotaries:
+            count, size = vocabulary.heads_of(self._layers_read[kind])
+            ours, heads = self._shape.head_dims[kind], self._shape.num_attention_heads
+            if size != ours or heads % count:
+                raise ValueError(
+                    f"base's layers of {kind} ({count} key heads of size {size}) do not fit the assistant's {heads} heads"
+                    f" of size {ours}; give the Gemma 4 that it was made for"
+                )
         if self.centroids is None:
             self._joined_output = native_linear(self.tokens.detach())
         if vocabulary.attention.name == "exact":

@@ -40,6 +40,9 @@ class Vocabulary(Protocol):
     def key_layers(self) -> dict[str, int]:
         """The layers whose keys and values assistants read; see ``BaseModel.key_layers``."""
 
+    def heads_of(self, layer: int) -> tuple[int, int]:
+        """Number of a layer's key heads, and their size; see ``BaseModel.heads_of``."""
+
     @property
     def matrices(self) -> Matrices | None:
         """Embeddings [V, D], weight [V, D] and bias of the output layer; None if they do more than these products."""

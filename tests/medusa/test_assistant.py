@@ -20,7 +20,7 @@ from medusa.heads.frozen import freeze
 from medusa.io.hub import is_model
 from medusa.loading.load import load_draft_model
 from medusa.tree import Tree
-from tests.medusa.assistants import BASES, VOCABULARY, as_published, assistant, gemma, logits_of
+from tests.medusa.assistants import BASES, VOCABULARY, as_published, assistant, config_of_base, gemma, logits_of
 from tests.medusa.passes import finish, prefill
 from tests.medusa.remembering import Watched
 from tests.medusa.tape import Recorder, Strict
@@ -225,3 +225,14 @@ def test_other_layers_are_refused(folder, key, value, why):
     path.write_text(json.dumps(values))
     with pytest.raises(ValueError, match=why):
         load_heads(folder)
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"head_dim": 4}, {"global_head_dim": 32}, {"num_attention_heads": 6, "num_key_value_heads": 3}]
+)
+def test_a_base_whose_heads_have_other_sizes_is_refused(folder, sizes):
+    """Kernels would read beside its keys."""
+    changed = config_of_base("own keys", **sizes)
+    base = BaseModel(AutoModelForCausalLM.from_config(changed).eval(), None, "other", "exact")
+    with pytest.raises(ValueError, match="do not fit the assistant's 4 heads of size"):
+        MedusaModel(base, load_heads(folder))
