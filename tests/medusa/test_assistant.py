@@ -236,3 +236,23 @@ def test_a_base_whose_heads_have_other_sizes_is_refused(folder, sizes):
     base = BaseModel(AutoModelForCausalLM.from_config(changed).eval(), None, "other", "exact")
     with pytest.raises(ValueError, match="do not fit the assistant's 4 heads of size"):
         MedusaModel(base, load_heads(folder))
+
+
+@torch.inference_mode()
+def test_scores_do_not_depend_on_the_number_of_nodes(base, folder):
+    """Many nodes are scored in another way than few."""
+    heads = freeze(load_heads(folder), base)
+    normed_BmA = torch.randn(3, 5, 16)
+    each = [heads._logits(one[None, None])[0, 0] for one in normed_BmA.flatten(0, 1)]
+    torch.testing.assert_close(heads._logits(normed_BmA).flatten(0, 1), torch.stack(each))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "why"),
+    [("centroid_intermediate_top_k", 9, "reads 9 centroids"), ("centroid_intermediate_top_k", 0, "at least 1")],
+)
+def test_more_centroids_than_there_are_cannot_be_read(folder, key, value, why):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
+    with pytest.raises(ValueError, match=why):
+        load_heads(folder)
