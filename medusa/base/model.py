@@ -211,7 +211,7 @@ class BaseModel:
 
     def heads_of(self, layer: int) -> tuple[int, int]:
         """Number of a layer's key heads, and the size of its heads; (0, 0) if it has none of the usual kind."""
-        attention = getattr(self.decoder.layers[layer], "self_attn", None)  # type: ignore[index, union-attr]
+        attention = getattr(self.decoder.layers[layer], "self_attn", None)  # type: ignore[index]
         return head_sizes(attention) if hasattr(attention, "head_dim") else (0, 0)
 
     def with_traits(self, **found: Any) -> "BaseModel":

@@ -46,7 +46,7 @@ class AssistantConfig:
         object.__setattr__(self, "layer_types", tuple(self.layer_types))  # JSON has lists only
         for name in ("hidden_size", "intermediate_size", "num_attention_heads", "sliding_window", "centroids_read"):
             if not isinstance(value := getattr(self, name), int) or value < 1:
-                raise ValueError(f"assistant's {name} ({value!r}) must be a whole number of at least 1; correct its config")
+                raise ValueError(f"assistant's {name} ({value!r}) must be at least 1; correct its config")
         if unknown := set(self.layer_types) - set(self.head_dims):
             raise ValueError(f"assistant's head_dims lack {', '.join(sorted(unknown))}; correct its config")
         if self.num_centroids and self.centroids_read > self.num_centroids:
