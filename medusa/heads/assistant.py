@@ -74,7 +74,7 @@ class AssistantHeads(DraftHeads):
         """See ``DraftHeads.join``; also finds the base's layers to read, and makes the layers one C++ call on a CPU.
 
         Raises:
-            ValueError: The base has no such layers, or with other heads, or holds only a part of their keys and values in
+            ValueError: The base has no such layers, or with other heads, or holds a part of their keys and values in
                 this process.
         """
         super().join(vocabulary)
@@ -90,7 +90,7 @@ class AssistantHeads(DraftHeads):
             ours, heads = self._shape.head_dims[kind], self._shape.num_attention_heads
             if size != ours or heads % count:
                 raise ValueError(
-                    f"base's layers of {kind} ({count} key heads of size {size}) do not fit the assistant's {heads} heads"
+                    f"base's {kind} ({count} key heads of size {size}) does not fit the assistant's {heads} heads"
                     f" of size {ours}; give the Gemma 4 that it was made for"
                 )
         self._joined_output = native_linear(self.tokens.detach())

@@ -51,7 +51,7 @@ class AssistantConfig:
             raise ValueError(f"assistant's head_dims lack {', '.join(sorted(unknown))}; correct its config")
         if self.num_centroids and self.centroids_read > self.num_centroids:
             raise ValueError(
-                f"assistant reads {self.centroids_read} centroids (centroids_read) and has {self.num_centroids}; correct"
+                f"assistant reads {self.centroids_read} centroids (centroids_read) of {self.num_centroids}; correct"
                 " its config"
             )
 

@@ -234,7 +234,7 @@ def test_a_base_whose_heads_have_other_sizes_is_refused(folder, sizes):
     """Kernels would read beside its keys."""
     changed = config_of_base("own keys", **sizes)
     base = BaseModel(AutoModelForCausalLM.from_config(changed).eval(), None, "other", "exact")
-    with pytest.raises(ValueError, match="do not fit the assistant's 4 heads of size"):
+    with pytest.raises(ValueError, match="does not fit the assistant's 4 heads of size"):
         MedusaModel(base, load_heads(folder))
 
 
