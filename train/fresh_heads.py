@@ -25,7 +25,7 @@ ROWS_AT_A_TIME = 1024
 """Rows in memory while tokens are counted."""
 SHAPE = (
     "architecture", "hidden_size", "num_layers", "own_lm_heads", "feature_layers", "layer", "mask_token",
-    "own_correction", "skip_root",
+    "own_correction", "skip_root", "layer_windows",
 )  # fmt: skip
 """Fields that must be equal for heads to start from the weights of others, in addition to the sizes of tensors."""
 

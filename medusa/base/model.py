@@ -22,6 +22,7 @@ from medusa.base.output import Matrices, OutputLayer, state_size
 from medusa.base.taps import DecoderPass, first_layers
 from medusa.base.tensor_parallel import Leader, Nobody
 from medusa.base.traits import Decoding, Traits
+from medusa.base.uneven_block import head_sizes
 from medusa.base.usual_block import UnusualBlockError, attention_layers, embedding_scale
 from medusa.cache import BlockPool, CachedSequence, commit, plan_pass
 from medusa.cpu import native
@@ -207,6 +208,11 @@ class BaseModel:
         kinds = getattr(self.config, "layer_types", None) or []
         own = len(kinds) - (getattr(self.config, "num_kv_shared_layers", None) or 0)
         return {kind: index for index, kind in enumerate(kinds[:own])} if self.ranks == 1 else {}
+
+    def heads_of(self, layer: int) -> tuple[int, int]:
+        """Number of a layer's key heads, and the size of its heads; (0, 0) if it has none of the usual kind."""
+        attention = getattr(self.decoder.layers[layer], "self_attn", None)  # type: ignore[index]
+        return head_sizes(attention) if hasattr(attention, "head_dim") else (0, 0)
 
     def with_traits(self, **found: Any) -> "BaseModel":
         """The same base with these fields of ``Traits``; both share the model, and this object does not change."""

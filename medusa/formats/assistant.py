@@ -11,6 +11,7 @@ from medusa.formats.base import Export
 from medusa.formats.draft import ASSISTANT, StoredDraft
 from medusa.heads import HeadsConfig
 from medusa.heads.assistant_layers import AssistantConfig
+from medusa.heads.layer import ROTARY
 
 PASSES = 5
 """Depth of a draft; files do not give one, and drafts are cut where they are unlikely."""
@@ -45,6 +46,9 @@ class Assistant(StoredDraft):
         layers = config.get_text_config()
         if layers.hidden_activation != "gelu_pytorch_tanh" or layers.attention_bias:
             raise ValueError("its layers have another activation, or biases, which heads here do not support")
+        kinds = {turn["rope_type"] for turn in layers.rope_parameters.values()}
+        if unknown := kinds - {*ROTARY, "proportional"}:
+            raise ValueError(f"its positions are {', '.join(sorted(unknown))}, which heads here do not support")
         assistant = AssistantConfig(
             **{name: getattr(layers, name) for name in SHARED},
             head_dims={kind: layers.per_layer_config[index].head_dim for index, kind in enumerate(layers.layer_types)},

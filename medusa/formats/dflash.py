@@ -77,8 +77,11 @@ def _windows(values: Mapping[str, Any]) -> tuple[tuple[int, ...], dict[str, Any]
     """The window of each layer (none if no layer has one), and the decoder's config without windows."""
     decoder = dict(values["transformer_layer_config"])
     kinds, size = decoder.pop("layer_types", None) or [], decoder.pop("sliding_window", None)
+    used = decoder.get("use_sliding_window", True)  # false: transformers' config of Qwen 3 drops the window
     decoder |= {"target_hidden_size": values.get("target_hidden_size"), "use_sliding_window": False}
-    if WINDOWED not in kinds:
+    if unknown := set(kinds) - {WINDOWED, "full_attention"}:
+        raise ValueError(f"its layers are of the kinds {', '.join(sorted(unknown))}, which heads here do not support")
+    if WINDOWED not in kinds or not used:
         return (), decoder
     if not values.get("sliding_window_non_causal"):
         raise ValueError("its layers with windows do not see later rows of a block, which heads here do not support")
@@ -96,13 +99,17 @@ def _as_the_package_has_it(values: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(f"it has {', '.join(more)} in its {OWN}, which heads here do not support")
     decoder = dict(values)
     if own.get("use_swa"):  # Model Optimizer's
-        decoder |= {"layer_types": [WINDOWED] * values["num_hidden_layers"], "sliding_window": own["swa_window_size"]}
+        layers = [WINDOWED] * values["num_hidden_layers"]
+        decoder |= {"layer_types": layers, "sliding_window": own["swa_window_size"], "use_sliding_window": True}
+    if not all(map(is_whole, own["target_layer_ids"])):
+        raise ValueError(f"its target_layer_ids ({own['target_layer_ids']}) are not numbers of layers")
     return {
         "block_size": values.get("block_size") or own["block_size"],
         "mask_token_id": own["mask_token_id"],
         TAPS: [index + 1 for index in own["target_layer_ids"]],
         "draft_vocab_size": values["vocab_size"],
         "transformer_layer_config": decoder,
+        "target_hidden_size": values.get("target_hidden_size"),
         "sliding_window_non_causal": True,
         "speculators_config": {"verifier": {}},
     }

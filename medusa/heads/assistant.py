@@ -29,6 +29,9 @@ from medusa.heads.base import DraftHeads, HeadsConfig, Vocabulary
 from medusa.heads.blocks import of_parents
 from medusa.tree import Draft
 
+FEW = 4
+"""Most nodes for which the embeddings of their best centroids' tokens are copied, megabytes each; for more, all tokens
+are scored."""
 NOT_READ = -1e4
 """Logit of tokens whose centroids are not read: their probability is 0 in float32."""
 
@@ -71,7 +74,8 @@ class AssistantHeads(DraftHeads):
         """See ``DraftHeads.join``; also finds the base's layers to read, and makes the layers one C++ call on a CPU.
 
         Raises:
-            ValueError: The base has no such layers, or holds only a part of their keys and values in this process.
+            ValueError: The base has no such layers, or with other heads, or holds a part of their keys and values in
+                this process.
         """
         super().join(vocabulary)
         self._layers_read, missing = vocabulary.key_layers, set(self._rotaries) - set(vocabulary.key_layers)
@@ -81,8 +85,15 @@ class AssistantHeads(DraftHeads):
                 f" {', '.join(sorted(missing))} whose keys and values this assistant could read, or divides them among"
                 " processes; give the Gemma 4 that it was made for, without tp_plan"
             )
-        if self.centroids is None:
-            self._joined_output = native_linear(self.tokens.detach())
+        for kind in self._rotaries:
+            count, size = vocabulary.heads_of(self._layers_read[kind])
+            ours, heads = self._shape.head_dims[kind], self._shape.num_attention_heads
+            if size != ours or heads % count:
+                raise ValueError(
+                    f"base's {kind} ({count} key heads of size {size}) does not fit the assistant's {heads} heads"
+                    f" of size {ours}; give the Gemma 4 that it was made for"
+                )
+        self._joined_output = native_linear(self.tokens.detach())
         if vocabulary.attention.name == "exact":
             with suppress(UnusualBlockError):
                 self.fused = FusedQueries(list(self.layers), self.norm, self.tokens, self._shape.num_attention_heads)
@@ -129,13 +140,20 @@ class AssistantHeads(DraftHeads):
         out: Tensor = self.norm(x_BmA)
         return out
 
+    def _scores(self, normed_BmA: Tensor) -> Tensor:
+        """Scores [B, m, V] of all tokens."""
+        return (self._joined_output or (lambda x: functional.linear(x, self.tokens)))(normed_BmA)
+
     def _logits(self, normed_BmA: Tensor) -> Tensor:
         """Logits [B, m, V]; with centroids only tokens of the best ones are scored."""
         if self.centroids is None:
-            return (self._joined_output or (lambda x: functional.linear(x, self.tokens)))(normed_BmA)
+            return self._scores(normed_BmA)
         best_BmC = self.centroids(normed_BmA).topk(self._shape.centroids_read).indices
         tokens_BmE = self.token_ordering.view(self._shape.num_centroids, -1)[best_BmC].flatten(2)
-        rows_BmEA = functional.embedding(tokens_BmE, self.tokens)
-        scores_BmE = torch.einsum("bmea,bma->bme", rows_BmEA, normed_BmA).float()
+        if tokens_BmE.shape[:2].numel() > FEW:
+            scores_BmE = self._scores(normed_BmA).gather(2, tokens_BmE).float()
+        else:
+            rows_BmEA = functional.embedding(tokens_BmE, self.tokens)
+            scores_BmE = torch.einsum("bmea,bma->bme", rows_BmEA, normed_BmA).float()
         logits_BmV = scores_BmE.new_full((*scores_BmE.shape[:2], self.config.vocab_size), NOT_READ)
         return logits_BmV.scatter_(2, tokens_BmE, scores_BmE)

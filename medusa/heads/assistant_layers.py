@@ -44,6 +44,16 @@ class AssistantConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layer_types", tuple(self.layer_types))  # JSON has lists only
+        for name in ("hidden_size", "intermediate_size", "num_attention_heads", "sliding_window", "centroids_read"):
+            if not isinstance(value := getattr(self, name), int) or value < 1:
+                raise ValueError(f"assistant's {name} ({value!r}) must be at least 1; correct its config")
+        if unknown := set(self.layer_types) - set(self.head_dims):
+            raise ValueError(f"assistant's head_dims lack {', '.join(sorted(unknown))}; correct its config")
+        if self.num_centroids and self.centroids_read > self.num_centroids:
+            raise ValueError(
+                f"assistant reads {self.centroids_read} centroids (centroids_read) of {self.num_centroids}; correct"
+                " its config"
+            )
 
     def angles(self, kind: str, positions: int, like: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines [positions, d] of layers of this kind, in the dtype and on the device of ``like``."""

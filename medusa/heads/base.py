@@ -40,6 +40,9 @@ class Vocabulary(Protocol):
     def key_layers(self) -> dict[str, int]:
         """The layers whose keys and values assistants read; see ``BaseModel.key_layers``."""
 
+    def heads_of(self, layer: int) -> tuple[int, int]:
+        """Number of a layer's key heads, and their size; see ``BaseModel.heads_of``."""
+
     @property
     def matrices(self) -> Matrices | None:
         """Embeddings [V, D], weight [V, D] and bias of the output layer; None if they do more than these products."""
@@ -103,6 +106,8 @@ class HeadsConfig:
         assistant: Any = self.assistant
         if isinstance(assistant, dict):
             object.__setattr__(self, "assistant", AssistantConfig(**assistant))
+        elif not isinstance(assistant, AssistantConfig | None):
+            raise ValueError(f"assistant ({assistant!r}) must hold its sizes by name; correct the heads' config")
         for name in ("base", "base_source", "architecture", "base_adapter"):
             if not isinstance(value := getattr(self, name), str):
                 raise ValueError(f"{name} ({value!r}) must be text; correct the heads' config")
@@ -113,6 +118,23 @@ class HeadsConfig:
                 raise ValueError(
                     f"{name} ({value!r}) must be a whole number of at least {least}; correct the heads' config"
                 )
+        if not isinstance(self.skip_root, bool):
+            raise ValueError(f"skip_root ({self.skip_root!r}) must be true or false; correct the heads' config")
+        windows: Any = self.layer_windows
+        if windows and (len(windows) != self.num_layers or any(not isinstance(w, int) or w < 0 for w in windows)):
+            raise ValueError(
+                f"layer_windows ({list(windows)}) must be a whole number of at least 0 for each of {self.num_layers}"
+                " layers; correct the heads' config"
+            )
+        if (
+            self.assistant is not None
+            and self.assistant.num_centroids
+            and self.vocab_size % self.assistant.num_centroids
+        ):
+            raise ValueError(
+                f"assistant's centroids ({self.assistant.num_centroids}) must divide the vocabulary"
+                f" ({self.vocab_size}); correct the heads' config"
+            )
         if self.mask_token is not None and not 0 <= self.mask_token < self.vocab_size:
             raise ValueError(
                 f"mask_token ({self.mask_token}) must be a token of the vocabulary ({self.vocab_size}); correct the"

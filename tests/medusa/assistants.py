@@ -27,10 +27,10 @@ BASES = {
 VOCABULARY = SHAPE["vocab_size"] - 2
 
 
-def config_of_base(kind):
+def config_of_base(kind, **changes):
     shape = SHAPE | {"vocab_size": VOCABULARY, "vocab_size_per_layer_input": VOCABULARY, "sliding_window": 7}
     layers = {"num_hidden_layers": 6, "layer_types": KINDS * 3, "global_head_dim": 16}
-    return AutoConfig.for_model("gemma4_text", **shape | layers | BASES[kind])
+    return AutoConfig.for_model("gemma4_text", **shape | layers | BASES[kind] | changes)
 
 
 def randomize(model):

@@ -20,7 +20,7 @@ from medusa.heads.frozen import freeze
 from medusa.io.hub import is_model
 from medusa.loading.load import load_draft_model
 from medusa.tree import Tree
-from tests.medusa.assistants import BASES, VOCABULARY, as_published, assistant, gemma, logits_of
+from tests.medusa.assistants import BASES, KINDS, VOCABULARY, as_published, assistant, config_of_base, gemma, logits_of
 from tests.medusa.passes import finish, prefill
 from tests.medusa.remembering import Watched
 from tests.medusa.tape import Recorder, Strict
@@ -215,6 +215,11 @@ def test_as_a_draft_model_it_is_called_by_its_name(base, folder):
     [
         ("hidden_activation", "silu", "another activation"),
         ("attention_bias", True, "biases"),
+        (
+            "rope_parameters",
+            {key: {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0} for key in KINDS},
+            "its positions are dynamic",
+        ),
         ("vocab_size", VOCABULARY + 8, "does not fit"),
     ],
 )
@@ -223,5 +228,36 @@ def test_other_layers_are_refused(folder, key, value, why):
     values = json.loads(path.read_text())
     values["text_config"][key] = value
     path.write_text(json.dumps(values))
+    with pytest.raises(ValueError, match=why):
+        load_heads(folder)
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"head_dim": 4}, {"global_head_dim": 32}, {"num_attention_heads": 6, "num_key_value_heads": 3}]
+)
+def test_a_base_whose_heads_have_other_sizes_is_refused(folder, sizes):
+    """Kernels would read beside its keys."""
+    changed = config_of_base("own keys", **sizes)
+    base = BaseModel(AutoModelForCausalLM.from_config(changed).eval(), None, "other", "exact")
+    with pytest.raises(ValueError, match="does not fit the assistant's 4 heads of size"):
+        MedusaModel(base, load_heads(folder))
+
+
+@torch.inference_mode()
+def test_scores_do_not_depend_on_the_number_of_nodes(base, folder):
+    """Many nodes are scored in another way than few."""
+    heads = freeze(load_heads(folder), base)
+    normed_BmA = torch.randn(3, 5, 16)
+    each = [heads._logits(one[None, None])[0, 0] for one in normed_BmA.flatten(0, 1)]
+    torch.testing.assert_close(heads._logits(normed_BmA).flatten(0, 1), torch.stack(each))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "why"),
+    [("centroid_intermediate_top_k", 9, "reads 9 centroids"), ("centroid_intermediate_top_k", 0, "at least 1")],
+)
+def test_more_centroids_than_there_are_cannot_be_read(folder, key, value, why):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
     with pytest.raises(ValueError, match=why):
         load_heads(folder)

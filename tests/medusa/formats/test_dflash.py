@@ -109,6 +109,29 @@ def test_layers_with_windows_see_the_last_positions(heads, folder, attention):
         model.heads(torch.zeros(2, 4 * 32), torch.zeros(2, 5, dtype=torch.int64), base)
 
 
+def test_windows_that_are_switched_off_are_none(folder):
+    layers = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
+    change_config(folder, **layers, use_sliding_window=False)
+    assert load_heads(folder).config.layer_windows == ()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layer_windows": [16]}, "for each of 2 layers"),
+        ({"layer_windows": [16, -1]}, "for each of 2 layers"),
+        ({"layer_windows": ["a", 0]}, "for each of 2 layers"),
+        ({"skip_root": "yes"}, "must be true or false"),
+        ({"assistant": [1]}, "must hold its sizes by name"),
+    ],
+)
+def test_odd_values_in_our_own_format_are_refused(base, folder, tmp_path, changes, message):
+    MedusaModel(base, load_heads(folder, base.dtype)).save_pretrained(tmp_path / "native")
+    change_config(tmp_path / "native", **changes)
+    with pytest.raises(ValueError, match=message):
+        load_heads(tmp_path / "native")
+
+
 def test_model_optimizer_and_the_package_say_windows_otherwise(folder):
     own = {"mask_token_id": 3, "target_layer_ids": [1, 3, 5]}
     change_config(folder, dflash_config=own | {"use_swa": True, "swa_window_size": 16, "causal": False})
@@ -156,6 +179,9 @@ def test_it_is_only_read(base, folder, tmp_path):
         ({"dflash_config": {"mask_token_id": 3, "target_layer_ids": [1, 3, 5], "causal_head": True}}, "causal_head"),
         ({"dflash_config": {"mask_token_id": None, "target_layer_ids": [1, 3, 5]}}, "missing or wrong"),
         ({"dflash_config": {"mask_token_id": 3, "target_layer_ids": [-1, 3, 5]}}, "the base's embeddings as a layer"),
+        ({"dflash_config": {"mask_token_id": 3, "target_layer_ids": ["1", 3, 5]}}, "are not numbers of layers"),
+        ({"layer_types": ["chunked_attention"] * 2}, "of the kinds chunked_attention"),
+        ({"target_hidden_size": 64}, "a hidden size of its own"),
         ({"layer_types": ["sliding_attention"], "sliding_window": 8}, "its layer_types are not its layers'"),
         ({"layer_types": ["sliding_attention"] * 2, "sliding_window": 5}, "its window .5. is no number that holds"),
     ],
