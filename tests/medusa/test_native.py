@@ -234,7 +234,7 @@ def test_it_rounds_where_the_family_rounds(family, dtype):
     assert (ours - theirs).norm() < (theirs - exact).norm()
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma4_text"])
+@pytest.mark.parametrize("family", ["llama", "gemma4_text", "gemma4_text-26b"])
 @torch.inference_mode()
 def test_many_rows_pass_in_slabs(family):
     base, _ = tiny(family, "exact")
@@ -243,7 +243,7 @@ def test_many_rows_pass_in_slabs(family):
     torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=2e-4)
 
 
-@pytest.mark.parametrize("family", ["mistral", "qwen3", "gemma4_text"])
+@pytest.mark.parametrize("family", ["mistral", "qwen3", "gemma4_text", "gemma4_text-26b"])
 @torch.inference_mode()
 def test_what_fills_up_smaller_trees_is_not_computed(family):
     """Trees of several sizes beside each other, and each of them alone: the same bits."""
