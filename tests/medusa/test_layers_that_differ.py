@@ -13,6 +13,7 @@ from medusa.base.uneven_block import key_sources
 from medusa.base.usual_block import UnusualBlockError
 from medusa.cache import CachedSequence
 from medusa.cpu import fused as module
+from medusa.cpu.experts import use_experts
 from medusa.cpu.int8 import round_linears
 from medusa.cpu.native import available, use_kernels
 from medusa.loading import exactness
@@ -41,6 +42,7 @@ SHAPES = {
     },
 }  # fmt: skip
 """Odd: sizes that fill no vector."""
+SHAPES["odd experts"] = SHAPES["odd"] | EXPERTS | {"num_experts": 5, "top_k_experts": 3, "moe_intermediate_size": 20}
 UNDONE = {
     "31B": {
         "norms of values": ("norms_of", lambda norms: norms._replace(value=None)),
@@ -88,6 +90,8 @@ def small(shape, dtype=SINGLE):
     config = config_of("gemma4_text", **SHAPES[shape])
     model = AutoModelForCausalLM.from_config(config).to(dtype).eval()
     make_uneven(model)
+    if shape == "odd experts":
+        use_experts(model)  # torch's grouped products take no such sizes in 16 bits
     use_kernels(model)
     return BaseModel(model, None, shape, "exact")
 
