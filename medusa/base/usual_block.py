@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from medusa.base.mixture_block import mixture_of
+from medusa.base.mixture_block import BESIDE, BESIDE_NORMS, mixture_of
 from medusa.base.recurrent_block import MIXERS, mixer_of
 from medusa.base.rotary import Rotary
 from medusa.base.uneven_block import (
@@ -105,8 +105,10 @@ def check_decoder(decoder: Any, on_cpu: bool = False) -> None:
         raise UnusualBlockError(f"its norms are {type(norm).__name__}")
     for layer in decoder.layers:
         mixer = {"self_attn"} if not on_cpu or mixer_of(layer) is None else set(MIXERS)
-        inputs = {*LAYER_INPUTS, INPUT_NORM} if on_cpu else set()
-        _know(layer, {*mixer, *MLPS, *inputs, *filter(None, _norm_names(layer))}, "a layer")
+        others = {*LAYER_INPUTS, INPUT_NORM} if on_cpu else set()
+        if on_cpu and (mixture := mixture_of(layer)) is not None and mixture.norms:
+            others |= {*BESIDE, *BESIDE_NORMS}
+        _know(layer, {*mixer, *MLPS, *others, *filter(None, _norm_names(layer))}, "a layer")
         if part_of(layer, MLPS) is None:
             raise UnusualBlockError(f"a layer ({type(layer).__name__}) has no MLP")
         if (mlp := mlp_of(layer) if on_cpu else part_of(layer, MLPS)) is None:
@@ -233,9 +235,7 @@ def norms_of(layer: Any, like: Any) -> BlockNorms:
     norms = [None if name is None else getattr(layer, name) for name in _norm_names(layer)]
     norms += [part_of(attention, QUERY_NORMS), part_of(attention, KEY_NORMS)]
     of_values = getattr(attention, VALUE_NORM, None)
-    if of_values is not None and (not _are_alike(of_values, like) or _parts(of_values)):
-        raise UnusualBlockError("it norms values in another way")
-    ones = None if of_values is None else torch.ones(attention.head_dim).to(like.weight)
+    ones = None if of_values is None else bare_norm_weight(of_values, attention.head_dim, like)
     norms.append(getattr(layer, INPUT_NORM, None))
     *found, inputs = [None if norm is None else norm_weight(norm, like) for norm in norms]
     weights = BlockNorms(*[*found, ones, inputs])
@@ -259,6 +259,17 @@ def norm_weight(norm: Any, like: Any) -> Tensor:
         raise UnusualBlockError(f"a norm is {type(norm).__name__}")
     weight: Tensor = norm.weight
     return weight
+
+
+def bare_norm_weight(norm: Any, size: int, like: Any) -> Tensor:
+    """Ones [size], since this norm has no weight.
+
+    Raises:
+        UnusualBlockError: It is of another kind than the norm ``like``, or has one.
+    """
+    if not _are_alike(norm, like) or _parts(norm):
+        raise UnusualBlockError("a norm that should have no weight is of another kind")
+    return torch.ones(size).to(like.weight)
 
 
 def rotaries_of(decoder: Any) -> tuple[list[Rotary], list[int]]:
@@ -379,7 +390,7 @@ def _parts(module: nn.Module) -> set[str]:
 
 def _norm_names(layer: nn.Module) -> tuple[str | None, ...]:
     """The names of ``NORMS`` that fit the layer's parts; Llama's if none do."""
-    norms = _parts(layer) - {"self_attn", *MIXERS, *MLPS, *LAYER_INPUTS, INPUT_NORM}
+    norms = _parts(layer) - {"self_attn", *MIXERS, *MLPS, *LAYER_INPUTS, INPUT_NORM, *BESIDE, *BESIDE_NORMS}
     return next((names for names in NORMS if {*filter(None, names)} == norms), NORMS[0])
 
 

@@ -31,7 +31,8 @@ class Mixture(ctypes.Structure):
     _fields_ = [
         *[(name, LinearStruct) for name in ("gate_up", "down", "router", "gate")],
         *[(name, _INT) for name in ("experts", "top", "gelu", "sigmoid", "normalized", "whole_shares")],
-        ("bias", _POINTER), *[(name, ctypes.c_float) for name in ("scale", "limit", "slope")],
+        *[(name, _POINTER) for name in ("bias", "scales", "norm", "after", "beside", "router_norm", "router_scale")],
+        *[(name, ctypes.c_float) for name in ("scale", "limit", "slope", "router_factor")],
     ]  # fmt: skip
 
 

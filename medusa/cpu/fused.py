@@ -22,6 +22,7 @@ from medusa.base.usual_block import (
     UnusualBlockError,
     attention_layers,
     attention_linears,
+    bare_norm_weight,
     check_decoder,
     embedding_scale,
     has_gates,
@@ -212,8 +213,8 @@ class FusedPass:
             self._mixers[index] = Mixer(index, mixer)
             block.mixer = ctypes.addressof(self._mixers[index].struct)
         if mixture is not None:
-            if norms.mlp_after is not None:
-                raise UnusualBlockError("a norm follows its experts")
+            if norms.mlp_before is None:
+                raise UnusualBlockError("no norm stands before its experts")
             self._mixtures.append(self._mixture(mixture))
             block.mixture = ctypes.addressof(self._mixtures[-1])
         return block
@@ -231,19 +232,33 @@ class FusedPass:
             None if parts.gate is None else _whole(parts.gate),
             None if parts.bias is None else parts.bias.float(),
         )
-        router = parts.router.weight, getattr(parts.router, "bias", None)
+        router = parts.scores.weight, getattr(parts.scores, "bias", None)
         weights, plain = [experts.gate_up, experts.down], [*router, *experts.biases, *(gate.tensors if gate else ())]
         self._check(weights, plain)
         self._keep([bias, *plain, *(one.parts if isinstance(one, Packed) else one for one in weights)])
         struct = experts.struct
-        struct.router, struct.top = LinearStruct.of(*router), parts.router.top_k
+        struct.router = LinearStruct.of(*router)
         struct.gate = LinearStruct() if gate is None else gate.struct
         struct.bias = None if bias is None else bias.data_ptr()
-        struct.sigmoid, struct.normalized, struct.whole_shares, struct.scale = routing
+        struct.sigmoid, struct.normalized, struct.whole_shares, struct.scale, struct.top = routing
+        if parts.norms:
+            self._beside(parts, struct)
         sizes = [(one.experts, one.top, one.gate_up.outputs, one.down.inputs) for one in [struct, *self._mixtures]]
         if len(set(sizes)) > 1:
             raise UnusualBlockError("its layers have experts of several sizes")
         return struct
+
+    def _beside(self, parts: MixtureParts, struct: Mixture) -> None:
+        """Complete a mixture that stands beside an MLP: its norms, and what its router does with the residual."""
+        router, scales = parts.router, parts.router.per_expert_scale.float()
+        plain = [norm_weight(norm, self._norm) for norm in parts.norms]
+        plain += [bare_norm_weight(router.norm, self._shape["hidden"], self._norm), router.scale]
+        self._check([], plain)
+        self._keep([scales, *plain])
+        struct.norm, struct.after, struct.beside, struct.router_norm, struct.router_scale = (
+            one.data_ptr() for one in plain
+        )
+        struct.router_factor, struct.scales = float(router.scalar_root_size), scales.data_ptr()
 
     def _heads(self, attention: Any) -> tuple[list[_Weights], Any]:
         """The projections to queries, keys and values, and the last one."""

@@ -10,6 +10,7 @@ trees and batches are as lossless as with plain weights.
 
 from torch import Tensor, nn
 
+from medusa.base.mixture_block import mixture_of
 from medusa.cpu.experts import PackedExperts, are_known
 from medusa.cpu.native import DTYPES, available, replace_linears
 from medusa.cpu.packed import Packed, PackedEmbedding, PackedLinear
@@ -38,8 +39,9 @@ def round_linears(model: nn.Module, output: nn.Module | None = None) -> int:
     """
     if not available():
         raise ValueError("products of 8 bits (int8) need the C++ kernels, which are not available here; leave int8 out")
-    # The one number of a gate has few weights to read, and all of its MLP's output depends on it.
+    # The one number of a gate has few weights to read, and all of its MLP's output depends on it; so do routers.
     kept = {output, *(one for one in model.modules() if isinstance(one, nn.Linear) and one.out_features == 1)}
+    kept |= {parts.scores for part in model.modules() if (parts := mixture_of(part)) is not None}
     count = replace_linears(model, lambda linear: linear if linear in kept else Int8Linear.of(linear))
     reordered = dict[int, Packed]()  # embeddings may share their weight with the output layer
     found = [path for path, module in model.named_modules() if type(module) is PackedLinear or _are_experts(module)]

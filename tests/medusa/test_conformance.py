@@ -166,10 +166,10 @@ GATHERED = ("deepseek_v2", "deepseek_v3")
 """Their layers compute on what is cached before attention reads it."""
 CHAINS = ("mpt",)
 FUSED = (
-    "bamba", "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3_text", "gemma4_text", "gemma4_text-31b", "glm", "glm4",
-    "gpt_oss", "granite", "helium", "lfm2", "lfm2_moe", "llama", "ministral3", "mistral", "mixtral", "olmo2", "olmo3",
-    "olmoe", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "seed_oss",
-    "smollm3",
+    "bamba", "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3_text", "gemma4_text", "gemma4_text-31b",
+    "gemma4_text-26b", "glm", "glm4", "gpt_oss", "granite", "helium", "lfm2", "lfm2_moe", "llama", "ministral3",
+    "mistral", "mixtral", "olmo2", "olmo3", "olmoe", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_5_moe_text",
+    "qwen3_5_text", "qwen3_moe", "seed_oss", "smollm3",
 )  # fmt: skip
 """The usual block, whose whole pass our kernels compute."""
 REFUSED = ("bloom", "mamba")
@@ -210,7 +210,9 @@ def config_of(family: str, **changes: Any) -> PreTrainedConfig:
 def make_uneven(model: torch.nn.Module) -> None:
     """Weights of norms and factors of layers are all ones in a new model, so that leaving one out would not show."""
     for name, weight in [*model.named_parameters(), *model.named_buffers()]:
-        if name.endswith(("norm.weight", "layer_scalar")):
+        if name.endswith(
+            ("norm.weight", "norm_1.weight", "norm_2.weight", "layer_scalar", "router.scale", "expert_scale")
+        ):
             weight.data = 0.5 + torch.rand_like(weight)
 
 

@@ -22,11 +22,13 @@ from tests.medusa.packed_sums import same
 from tests.medusa.test_conformance import config_of, tiny
 
 KNOWN = (
-    "afmoe", "deepseek_v2", "deepseek_v3", "gpt_oss", "granitemoehybrid", "lfm2_moe", "mixtral", "olmoe", "phimoe",
-    "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next",
+    "afmoe", "deepseek_v2", "deepseek_v3", "gemma4_text-26b", "gpt_oss", "granitemoehybrid", "lfm2_moe", "mixtral",
+    "olmoe", "phimoe", "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next",
 )  # fmt: skip
 """Families with experts that the kernel knows."""
-FUSED = ("gpt_oss", "lfm2_moe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "qwen3_5_moe_text")
+FUSED = (
+    "gemma4_text-26b", "gpt_oss", "lfm2_moe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "qwen3_5_moe_text",
+)  # fmt: skip
 """Those whose whole pass it computes."""
 SILU = Gate(gelu=False)
 
@@ -138,14 +140,14 @@ def test_of_equal_experts_the_first_are_visited(normalized):
 def test_other_routers_are_not_taken_for_a_softmax():
     found = {family: mixture_of(tiny(family)[0].decoder.layers[1]) for family in FUSED}
     routing = {family: routing_of(parts) for family, parts in found.items()}
-    normalized = {"gpt_oss", "lfm2_moe", "mixtral", "qwen3_5_moe_text"}
+    normalized = {"gemma4_text-26b", "gpt_oss", "lfm2_moe", "mixtral", "qwen3_5_moe_text"}
     assert {family for family, one in routing.items() if one.normalized} == normalized
     assert {family for family, one in routing.items() if one.sigmoid} == {"lfm2_moe"}
     assert not any(one.whole for one in routing.values()), "the dtype is that of weights"
     for parts in found.values():
         parts.router.to(torch.bfloat16)
     halves = {family: routing_of(parts) for family, parts in found.items()}
-    assert [family for family, one in halves.items() if one.whole] == ["mixtral"]
+    assert [family for family, one in halves.items() if one.whole] == ["gemma4_text-26b", "mixtral"]
     assert mixture_of(tiny("llama")[0].decoder.layers[0]) is None
 
     class Tanh(torch.nn.Module):
@@ -156,7 +158,7 @@ def test_other_routers_are_not_taken_for_a_softmax():
             return scores, *scores.tanh().topk(self.top_k)
 
     for other in (Tanh(), torch.nn.Linear(32, 4)):
-        assert routing_of(MixtureParts(other, None, None, None, None)) is None
+        assert routing_of(MixtureParts(other, other, None, None, None, None)) is None
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh"])

@@ -15,9 +15,15 @@ struct Mixture {
     int64_t normalized;    // 1 = shares are divided by their sum
     int64_t whole_shares;  // 1 = shares, and products with them, are not rounded
     const float* bias;     // [experts] added to probabilities where experts are chosen, or null
+    const float* scales;   // [experts] factors on shares, or null
+    const void *norm, *after, *beside;       // where an MLP stands beside experts: norms of what they read, of what they
+                                             // give, and of what it gives; or null: they read what it reads
+    const void *router_norm, *router_scale;  // of the state that the router reads, and factors [hidden] on it; or null: it
+                                             // reads what experts read
     float scale;           // of shares
     float limit, slope;    // 0, or the size that gates and what they let through are held to, and a factor on gates in their
                            // sigmoid; what they let through is one more (GPT-OSS)
+    float router_factor;   // on what the router reads, behind its factors
 
     int64_t hidden() const { return gate_up.in; }
     int64_t inner() const { return down.in; }
@@ -48,7 +54,10 @@ template <class T> static void choose(const Mixture& at, const T* scores, int64_
     }
     for (int64_t k = 0; k < at.top; k++) sum += shares[k] = probability[chosen[k]];
     if (at.sigmoid) sum = round(round(sum) + LEAST);
-    for (int64_t k = 0; k < at.top; k++) shares[k] = round(round(at.normalized ? shares[k] / sum : shares[k]) * at.scale);
+    for (int64_t k = 0; k < at.top; k++) {
+        const float factor = at.scales ? at.scale * at.scales[chosen[k]] : at.scale;
+        shares[k] = round(round(at.normalized ? shares[k] / sum : shares[k]) * factor);
+    }
 }
 
 // The experts of a layer, and of others of these sizes.

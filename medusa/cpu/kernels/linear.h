@@ -15,7 +15,7 @@ constexpr int NEAR = 3 * ROWS<FOR_MANY>;  // so few rows meet weights as these p
 constexpr int AHEAD = 4;                  // tiles whose weights are on their way
 constexpr int64_t FAR_BYTES = 256 << 10;  // weights that stay in a core's cache while more rows pass by
 // Of rows that stay in the nearest cache. Wider vectors take too few numbers of rows for each weight for that to matter.
-constexpr int64_t NEAR_BYTES = LANES == 8 ? 24 << 10 : 1ll << 62;
+constexpr int64_t PART_BYTES = LANES == 8 ? 24 << 10 : 1ll << 62;
 
 template <class T> constexpr int STEP = LANES * 4 / sizeof(T);  // numbers in a vector of weights
 template <class T> constexpr int64_t arranged(int64_t in) { return (in + STEP<T> - 1) / STEP<T> * STEP<T>; }
@@ -250,7 +250,7 @@ template <class T, class O>
 static void linear(const Linear& at, const number<T>* x, int64_t rows, O out, int64_t stride, int64_t first, int64_t last) {
     // A few rows need no parts: they wait for weights.
     const int64_t most = rows <= NEAR ? NEAR : ROWS<FOR_MANY>, bytes = std::min(rows, most) * at.in * sizeof(number<T>);
-    const int64_t part = rows > ROWS<FOR_MANY> && bytes > NEAR_BYTES ? arranged<T>(at.in / (bytes / NEAR_BYTES + 1)) : at.in;
+    const int64_t part = rows > ROWS<FOR_MANY> && bytes > PART_BYTES ? arranged<T>(at.in / (bytes / PART_BYTES + 1)) : at.in;
     in_groups(rows, most, at.in * sizeof(T), STRIP, first, last, [&](int64_t row, int64_t count, int64_t from, int64_t to) {
         const bool few = count <= ROWS<FOR_FEW> || count == 2 * ROWS<FOR_FEW>;
         (few ? strips<T, FOR_FEW, O> : strips<T, FOR_MANY, O>)(at, part, from, to, x + row * apart<T>(at.in), count, out + row * stride, stride);

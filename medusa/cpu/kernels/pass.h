@@ -330,6 +330,15 @@ template <class T, class W> class Run {  // W: how its weights are met
         add(block.output, block.after, mixed_rows, 0, rows, member);
     }
 
+    // What a router reads of a state where it does not read what experts read.
+    void read_by_router(const Mixture& here, const T* state, float* to) const {
+        normed(state, here.router_norm, at.hidden, to);
+        for_vectors(at.hidden, [&](int64_t i, int count) {
+            const vf scaled = rounded(wide(to + i, count) * wide((const T*)here.router_scale + i, count), T());
+            put(rounded(scaled * splat(here.router_factor), T()), to + i, count);
+        });
+    }
+
     // What experts make of all rows, in `mixed`.
     void mix(const Block& block, Member& member) {
         const Mixture& here = *block.mixture;
@@ -337,9 +346,9 @@ template <class T, class W> class Run {  // W: how its weights are met
         member.share(rows, [&](int64_t r) {
             thread_local Buffer<float> row;
             grow(row, at.hidden + LANES);
-            T* to = &read[r * at.hidden];
-            normed(&stream[r * at.hidden], block.mlp_norm, at.hidden, to);
-            copied(to, at.hidden, row.data());
+            T *state = &stream[r * at.hidden], *to = &read[r * at.hidden];
+            normed(state, here.norm ? here.norm : block.mlp_norm, at.hidden, to);
+            here.router_norm ? read_by_router(here, state, row.data()) : copied(to, at.hidden, row.data());
             Plain<T>::arrange(row.data(), at.hidden, routed.data(), room, r, 0);
         });
         member.share(here.experts, Plain<T>::OUTPUTS, [&](int64_t begin, int64_t end) {
@@ -350,16 +359,22 @@ template <class T, class W> class Run {  // W: how its weights are met
         (*experts)(here, read.data(), chosen.data(), shares.data(), mixed.data(), found[&block - at.blocks], member);
     }
 
-    // What a row gets from its experts, and from the one that all rows visit, times the sigmoid of its gate.
-    void add_mixed(const Mixture& here, int64_t r) {
+    // What a row gets from its experts, and from an MLP that all rows visit, times the sigmoid of its gate if it has one;
+    // normed where the family does so: each, and their sum.
+    void add_mixed(const Block& block, int64_t r) {
+        const Mixture& here = *block.mixture;
+        T *made = &mixed[r * at.hidden], *beside = &projected[r * at.hidden];
+        if (here.after) normed(made, here.after, at.hidden, made), normed(beside, here.beside, at.hidden, beside);
         vf open = splat(1.f);
         if (here.gate.outputs) open = sigmoid<T>(splat(widen(scores[r * (here.experts + 1) + here.experts])));
         const Sum<T> sums{&stream[r * at.hidden], at.residual};
         for_vectors(at.hidden, [&](int64_t i, int count) {
-            vf all = wide(&mixed[r * at.hidden + i], count);
-            if (here.gate.outputs) all = rounded(all + rounded(wide(&projected[r * at.hidden + i], count) * open, T()), T());
-            put(all, sums + i, count);
+            vf all = wide(made + i, count);
+            if (block.down.outputs) all = rounded(all + rounded(wide(beside + i, count) * open, T()), T());
+            if (block.mlp_after) put(all, made + i, count);
+            else put(all, sums + i, count);
         });
+        if (block.mlp_after) normed(made, block.mlp_after, at.hidden, sums);
     }
 
     // Per-layer embeddings of all rows.
@@ -412,7 +427,7 @@ template <class T, class W> class Run {  // W: how its weights are met
                 else add(block.down, block.mlp_after, gates, first, count, member);
             }
         }
-        if (block.mixture) member.share(rows, [&](int64_t r) { add_mixed(*block.mixture, r); });
+        if (block.mixture) member.share(rows, [&](int64_t r) { add_mixed(block, r); });
         if (at.inputs) let_in(block, index, member);
         if (block.tap || block.scale != 1)
             member.share(rows, [&](int64_t r) {
