@@ -72,6 +72,23 @@ def test_the_compiler_may_use_only_what_a_flavour_asks_of_processors(machine, fl
     assert used <= set(flavour.needs.replace("_", "").split())
 
 
+@pytest.mark.parametrize(
+    ("machine", "flavour"),
+    [
+        pytest.param(machine, each, marks=pytest.mark.slow if index else [], id=each.name)
+        for machine, those in flavours.FLAVOURS.items()
+        for index, each in enumerate(those)
+    ],
+)
+def test_each_flavour_compiles(machine, flavour):
+    """On any machine: few can execute all, and a fault in the others would show nowhere else."""
+    if shutil.which(COMPILERS[machine]) is None:
+        pytest.skip(f"there is no {COMPILERS[machine]}")
+    command = [COMPILERS[machine], *build.FLAGS, "-fopenmp", *flavour.flags.split(), "-fsyntax-only", build.SOURCE]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[:2000]
+
+
 def test_what_a_wheel_brings_needs_no_compiler_and_flags_for_one_set_it_aside(monkeypatch, tmp_path):
     flavour = next(iter(flavours.able()), None)
     if flavour is None or shutil.which("g++") is None:
