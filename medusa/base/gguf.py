@@ -26,8 +26,6 @@ logger = logging.getLogger(__name__)
 
 WEIGHTS = "packed*.safetensors"
 """Pattern of the files with packed weights in a directory."""
-MTP = "mtp.safetensors"
-"""File with the multi-token-prediction layer in a directory, if the GGUF file has one that can be used."""
 LAYOUT = 10
 """Version of the directory layout; directories of other versions are not touched."""
 EXPANDED = "-expanded"

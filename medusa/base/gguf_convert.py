@@ -15,9 +15,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from medusa.base.gguf import MTP
 from medusa.base.gguf_config import ends_of
-from medusa.base.gguf_reading import Reading, Source, tensors_of
+from medusa.base.gguf_reading import MTP, Reading, Source, tensors_of
 from medusa.base.gguf_tensors import SLICE, Stored, stored_tensors
 from medusa.base.gguf_tokenizer import read_tokenizer
 from medusa.clock import cores

@@ -23,6 +23,8 @@ from medusa.cpu.packed import DTYPE
 
 logger = logging.getLogger(__name__)
 
+MTP = "mtp.safetensors"
+"""File with the multi-token-prediction layer in the directory of a base, if its GGUF file has one that can be used."""
 WITH_MTP = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
 """Families whose multi-token-prediction layer is read."""
 MTP_NORMS = {"nextn.enorm": "enorm", "nextn.hnorm": "hnorm", "nextn.shared_head_norm": "post_norm"}

@@ -23,6 +23,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cache
 
 from medusa.attention import IMPLEMENTATION, TreeAttention, TreePlan
 from medusa.base import gguf
+from medusa.base.gguf_reading import MTP
 from medusa.cache import BlockPool, Follower
 from medusa.cpu.experts import in_own_order
 from medusa.files import read_object
@@ -123,7 +124,7 @@ class MtpLayer(Follower):
 
 def _of_gguf(layers: MtpModel, model: PreTrainedModel) -> MtpModel:
     """The module with the layer that was read from a base's GGUF file."""
-    path = Path(model.config.name_or_path) / gguf.MTP
+    path = Path(model.config.name_or_path) / MTP
     if not path.is_file():
         raise ValueError("its GGUF file has none that can be read")
     layer, state = layers.layers[0], dict[str, Tensor]()

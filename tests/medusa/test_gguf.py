@@ -25,7 +25,7 @@ from transformers import (
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from medusa import BaseModel, MedusaModel, SamplingParams
-from medusa.base import gguf, gguf_convert, gguf_names, gguf_tensors, on_hub
+from medusa.base import gguf, gguf_convert, gguf_names, gguf_reading, gguf_tensors, on_hub
 from medusa.base.gguf_tokenizer import read_tokenizer
 from medusa.base.names import resolve_base
 from medusa.cpu.experts import PackedExperts, use_experts
@@ -207,7 +207,7 @@ def check_mtp(base, family, tokenizer, kind):
     drafter = ModelDrafter(MtpWriter(model.base), model.base.vocab_size, 4, 0.0, host_decides=False)
     drafted = model.generate(text, max_new_tokens=12, ignore_eos=True, drafter=drafter)
     assert drafted.tokens == plain.tokens and drafted.draft_tokens > 9
-    (Path(base.model.config.name_or_path) / gguf.MTP).unlink()
+    (Path(base.model.config.name_or_path) / gguf_reading.MTP).unlink()
     with pytest.raises(ValueError, match="its GGUF file has none that can be read; give a checkpoint in safetensors"):
         base.with_mtp()
 
