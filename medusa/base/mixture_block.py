@@ -101,14 +101,8 @@ def routing_of(parts: MixtureParts) -> Routing | None:
             factors = scale * router.per_expert_scale.float()[chosen]
         else:
             scores, factors = linear(rows, weight, getattr(router, "bias", None)), scale
-    except (
-        TypeError,
-        ValueError,
-        AttributeError,
-        IndexError,
-        RuntimeError,
-    ):  # another family's code, with parts of these names
-        return None
+    except (TypeError, ValueError, AttributeError, IndexError, RuntimeError):
+        return None  # another family's code, with parts of these names
     whole = shares.dtype == torch.float32 != weight.dtype
     for sigmoid, normalized in product((False, True), (True, False)):
         probabilities = scores.sigmoid() if sigmoid else scores.float().softmax(-1)

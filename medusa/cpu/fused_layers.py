@@ -8,12 +8,11 @@ from torch import Tensor, nn
 
 from medusa.attention import TreePlan
 from medusa.base.output import Matrices
-from medusa.base.usual_block import UnusualBlockError
 from medusa.cache import BlockPool
 from medusa.cpu import native
 from medusa.cpu.native import LinearStruct
 from medusa.cpu.packed import DTYPE, Packed, struct_of
-from medusa.cpu.passes import Arenas, Block, Pass, run
+from medusa.cpu.passes import Arenas, Block, Pass, one_dtype, run
 
 
 class LayerWeights(NamedTuple):
@@ -84,13 +83,13 @@ class FusedLayers:
         self._alive = [tensor for layer in layers for tensor in layer.tensors]
         self._alive += [] if last_norm is None else [last_norm.detach()]
         self._embeddings = embeddings = ends.embeddings
-        known = [*self._alive, *([] if isinstance(embeddings, Packed) else [embeddings])]
-        dtypes = {tensor.dtype for tensor in known} | ({DTYPE} if isinstance(embeddings, Packed) else set())
-        if len(dtypes) > 1 or not all(native.reads(tensor) and tensor.is_contiguous() for tensor in known):
-            raise UnusualBlockError("its weights are of several dtypes, or not on a CPU with C++ kernels")
+        if isinstance(embeddings, Packed):
+            self._dtype = one_dtype(self._alive, DTYPE)
+        else:
+            self._dtype = one_dtype([*self._alive, embeddings])
         whole, hidden = len(layers[0].linears) > 2, layers[0].norm.numel()
         sizes = shape.pop("kv_heads"), shape.pop("dim")
-        self._dtype, self._blocks = layers[0].norm.dtype, (Block * len(layers))(*(one.struct(*sizes) for one in layers))
+        self._blocks = (Block * len(layers))(*(one.struct(*sizes) for one in layers))
         self._arenas = Arenas([sizes] * len(layers), self._dtype)
         shape["heads"] *= whole
         self._fixed = Pass(

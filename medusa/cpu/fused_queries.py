@@ -7,11 +7,10 @@ from typing import Any
 from torch import Tensor
 
 from medusa.attention import TreePlan
-from medusa.base.usual_block import UnusualBlockError
 from medusa.cache import BlockPool
 from medusa.cpu import native
 from medusa.cpu.native import LinearStruct, addresses
-from medusa.cpu.passes import Block, Pass, run
+from medusa.cpu.passes import Block, Pass, one_dtype, run
 
 LINEARS = {
     "query": "q_proj", "output": "o_proj", "gate": "gate_proj", "up": "up_proj", "down": "down_proj",
@@ -39,10 +38,8 @@ class FusedQueries:
     def __init__(self, layers: Sequence[Any], last_norm: Any, tokens: Tensor, heads: int) -> None:
         parts = [getattr(layer, name).weight for layer in layers for name in (*LINEARS.values(), *NORMS.values())]
         self._alive = [part.detach() for part in (*parts, last_norm.weight, tokens)]
-        if len({part.dtype for part in self._alive}) > 1 or not all(map(_is_read, self._alive)):
-            raise UnusualBlockError("its weights are of several dtypes, or not on a CPU with C++ kernels")
-        self._dtype, self._kinds = tokens.dtype, list(dict.fromkeys(layer.kind for layer in layers))
-        self._of_layers = [layer.kind for layer in layers]
+        self._dtype, self._of_layers = one_dtype(self._alive), [layer.kind for layer in layers]
+        self._kinds = list(dict.fromkeys(self._of_layers))
         self._blocks = (Block * len(layers))(*[self._block(layer) for layer in layers])
         self._fixed = Pass(
             number_type=native.number_type(self._dtype), layers=len(layers), hidden=tokens.shape[1],
@@ -83,7 +80,3 @@ class FusedQueries:
             **linears, **norms, dim=layer.size, window=layer.window or 0, rotary=self._kinds.index(layer.kind),
             scale=float(layer.layer_scalar),
         )  # fmt: skip
-
-
-def _is_read(tensor: Tensor) -> bool:
-    return native.reads(tensor) and tensor.is_contiguous()

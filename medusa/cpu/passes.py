@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from medusa.attention import TreePlan
+from medusa.base.usual_block import UnusualBlockError
 from medusa.cache import BlockPool
 from medusa.cpu import native
 from medusa.cpu.native import LinearStruct, addresses
@@ -100,6 +101,18 @@ class Arenas:
         first = next(buffer for buffer, _ in buffers if buffer is not None)
         self._found = weakref.ref(first), (keys, values)
         return keys, values
+
+
+def one_dtype(weights: Sequence[Tensor], *others: torch.dtype) -> torch.dtype:
+    """The dtype of weights that the kernel reads in place, and of others.
+
+    Raises:
+        UnusualBlockError: It is not one, or the kernel does not support such weights.
+    """
+    dtypes = {*others, *(weight.dtype for weight in weights)}
+    if len(dtypes) > 1 or not all(native.reads(weight) and weight.is_contiguous() for weight in weights):
+        raise UnusualBlockError("its weights are of several dtypes, or not on a CPU with C++ kernels")
+    return dtypes.pop()
 
 
 def run(

@@ -1,14 +1,12 @@
 """Gemma 4's assistants, as Google publishes them: checkpoints of transformers that draft for one size of Gemma 4."""
 
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from torch import Tensor
 from transformers import AutoConfig
 
-from medusa.formats.base import Export
-from medusa.formats.draft import ASSISTANT, StoredDraft
+from medusa.formats.draft import ASSISTANT, ReadOnlyDraft
 from medusa.heads import HeadsConfig
 from medusa.heads.assistant_layers import AssistantConfig
 from medusa.heads.layer import ROTARY
@@ -24,21 +22,13 @@ SHARED = (
 """Settings that both configs name alike."""
 
 
-class Assistant(StoredDraft):
-    """Layers with queries only; read, but not written, since they are not trained here."""
+class Assistant(ReadOnlyDraft):
+    """Layers with queries only."""
 
     name = ASSISTANT
     title = "Gemma 4 assistant"
     summary = "transformers, vLLM, SGLang, llama.cpp: the assistant (MTP drafter) of a Gemma 4"
     architectures = ("assistant",)
-
-    def obstacle(self, config: HeadsConfig) -> str:
-        """See ``Format``: it is not written."""
-        return "is only read; copy the assistant's own folder"
-
-    def write(self, export: Export, directory: Path) -> NoReturn:
-        """See ``Format``; the obstacle is found first."""
-        raise ValueError(f"format {self.name!r} {self.obstacle(export.heads.config)}")
 
     def heads(self, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[HeadsConfig, dict[str, Tensor]]:
         """See ``StoredDraft``; its files do not name the base."""

@@ -37,8 +37,8 @@ class CustomGenerate(Native):
 
     def obstacle(self, config: HeadsConfig) -> str:
         """See ``Format``."""
-        unknown = "cannot hold blocks whose first row guesses nothing, as DFlash's"
-        return super().obstacle(config) or (unknown if config.skip_root or not config.rank else "")
+        unknown = "cannot hold blocks as DFlash's"
+        return super().obstacle(config) or (unknown if config.is_dflash else "")
 
     def base_obstacle(self, base: PretrainedConfig) -> str:
         """See ``Format``."""

@@ -7,15 +7,12 @@ Source: z-lab/dflash, dflash/model.py of April 2026; speculators/models/dflash o
 """
 
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from torch import Tensor
 
-from medusa.formats.base import Export
-from medusa.formats.draft import StoredDraft
-from medusa.formats.dspark import MOST_ROWS, OUTPUT, TAPS, state_of
-from medusa.formats.eagle3_layer import layer_of
+from medusa.formats.draft import ReadOnlyDraft
+from medusa.formats.dspark import MOST_ROWS, TAPS, read_block
 from medusa.heads import HeadsConfig
 from medusa.sampling import is_whole
 
@@ -25,21 +22,13 @@ KNOWN = {"mask_token_id", "target_layer_ids", "block_size", "use_swa", "swa_wind
 WINDOWED = "sliding_attention"
 
 
-class Dflash(StoredDraft):
-    """A block of rows without a correction; read, but not written, since such heads are not trained here."""
+class Dflash(ReadOnlyDraft):
+    """A block of rows without a correction."""
 
     name = "dflash"
     title = "DFlash draft"
     summary = "z-lab's DFlash, vLLM, SGLang and the speculators package: drafts of the kind DFlash"
     architectures = ("block",)
-
-    def obstacle(self, config: HeadsConfig) -> str:
-        """See ``Format``: it is not written."""
-        return "is only read; copy the draft's own folder"
-
-    def write(self, export: Export, directory: Path) -> NoReturn:
-        """See ``Format``; the obstacle is found first."""
-        raise ValueError(f"format {self.name!r} {self.obstacle(export.heads.config)}")
 
     def heads(self, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[HeadsConfig, dict[str, Tensor]]:
         """See ``StoredDraft``."""
@@ -48,29 +37,9 @@ class Dflash(StoredDraft):
         size, from_anchor = values["block_size"], bool(values.get("sample_from_anchor"))
         if not is_whole(size) or not 2 <= size <= MOST_ROWS:
             raise ValueError(f"its block_size ({size!r}) is not a number from 2 to {MOST_ROWS}")
-        if 0 in values[TAPS]:
-            raise ValueError("it reads the base's embeddings as a layer, which heads here do not support")
-        told = values["speculators_config"]
-        windows, of_layer = _windows(values)
-        layer, decoder = layer_of(of_layer, {"norm_features": False, "norm_heads": True})
-        whole = values["draft_vocab_size"] == decoder.vocab_size
-        config = HeadsConfig(
-            hidden_size=decoder.hidden_size,
-            vocab_size=decoder.vocab_size,
-            num_heads=size - (not from_anchor),
-            num_layers=decoder.num_hidden_layers,
-            own_lm_heads=OUTPUT in tensors,
-            base=str(told["verifier"].get("name_or_path") or ""),
-            architecture="block",
-            feature_layers=tuple(values[TAPS]),
-            rank=0,
-            draft_vocab_size=0 if whole else values["draft_vocab_size"],
-            layer=layer,
-            mask_token=int(values["mask_token_id"]),
-            skip_root=not from_anchor,
-            layer_windows=windows,
-        )
-        return config, state_of(config, tensors)
+        windows, decoder = _windows(values)
+        own = {"num_heads": size - (not from_anchor), "skip_root": not from_anchor, "layer_windows": windows}
+        return read_block(dict(values) | {"transformer_layer_config": decoder}, tensors, rank=0, **own)
 
 
 def _windows(values: Mapping[str, Any]) -> tuple[tuple[int, ...], dict[str, Any]]:
@@ -78,7 +47,7 @@ def _windows(values: Mapping[str, Any]) -> tuple[tuple[int, ...], dict[str, Any]
     decoder = dict(values["transformer_layer_config"])
     kinds, size = decoder.pop("layer_types", None) or [], decoder.pop("sliding_window", None)
     used = decoder.get("use_sliding_window", True)  # false: transformers' config of Qwen 3 drops the window
-    decoder |= {"target_hidden_size": values.get("target_hidden_size"), "use_sliding_window": False}
+    decoder["use_sliding_window"] = False
     if unknown := set(kinds) - {WINDOWED, "full_attention"}:
         raise ValueError(f"its layers are of the kinds {', '.join(sorted(unknown))}, which heads here do not support")
     if WINDOWED not in kinds or not used:

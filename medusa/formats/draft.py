@@ -3,7 +3,7 @@
 from abc import abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -67,6 +67,18 @@ class StoredDraft(Format):
         except (ValueError, StrictDataclassError) as error:  # the latter of a config of transformers
             why = " ".join(str(error).split())
         raise ValueError(f"{self.title} ({directory}) cannot be loaded: {why}; give another draft, or copy it again")
+
+
+class ReadOnlyDraft(StoredDraft):
+    """The common part of formats that are not written, since such heads are not trained here."""
+
+    def obstacle(self, config: HeadsConfig) -> str:
+        """See ``Format``."""
+        return "is only read; copy the draft's own folder"
+
+    def write(self, export: Export, directory: Path) -> NoReturn:
+        """See ``Format``; the obstacle is found first."""
+        raise ValueError(f"format {self.name!r} {self.obstacle(export.heads.config)}")
 
 
 class DraftFormat(StoredDraft):

@@ -61,7 +61,7 @@ class Dspark(DraftFormat):
         layer = config.layer
         if config.mask_token is None or layer is None or layer.norm_features or not layer.norm_heads:
             return "holds blocks as DSpark has them, and these have other first rows or norms (heads.mask_token)"
-        if config.skip_root or not config.rank:
+        if config.is_dflash:
             return "holds blocks with a correction, whose first row guesses too, and these are DFlash's"
         if config.own_lm_heads and not config.draft_vocab_size:
             return "has the base's output layer for a whole vocabulary, and these heads have their own"
@@ -113,30 +113,11 @@ class Dspark(DraftFormat):
                 not is_whole(values["block_size"]) or values["block_size"] <= MOST_ROWS,
                 f"guesses more than {MOST_ROWS} tokens ahead",
             ),
-            (0 not in values[TAPS], "reads the base's embeddings as a layer"),
         ):
             if not right:
                 raise ValueError(f"it {what}, which heads here do not support")
-        told = values["speculators_config"]
-        of_layer = values["transformer_layer_config"] | {"target_hidden_size": values.get("target_hidden_size")}
-        layer, decoder = layer_of(of_layer, {"norm_features": False, "norm_heads": True})
-        whole = values["draft_vocab_size"] == decoder.vocab_size
-        config = HeadsConfig(
-            hidden_size=decoder.hidden_size,
-            vocab_size=decoder.vocab_size,
-            num_heads=values["block_size"],
-            num_layers=decoder.num_hidden_layers,
-            own_lm_heads=OUTPUT in tensors,
-            base=str(told["verifier"].get("name_or_path") or ""),
-            architecture="block",
-            feature_layers=tuple(values[TAPS]),
-            rank=values["markov_rank"],
-            draft_vocab_size=0 if whole else values["draft_vocab_size"],
-            layer=layer,
-            mask_token=values["mask_token_id"],
-            own_correction=True,
-        )
-        return config, state_of(config, tensors)
+        shape = {"num_heads": values["block_size"], "rank": values["markov_rank"], "own_correction": True}
+        return read_block(values, tensors, **shape)
 
 
 def _as_the_package_has_it(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -171,13 +152,34 @@ def _correction(heads: DraftHeads, base: BaseModel) -> tuple[Tensor, Tensor]:
     return before, behind_output(heads, up, base)
 
 
-def state_of(config: HeadsConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The state dict of ``BlockHeads``, with columns in the order of tokens.
+def read_block(
+    values: Mapping[str, Any], tensors: Mapping[str, Tensor], **own: Any
+) -> tuple[HeadsConfig, dict[str, Tensor]]:
+    """Block heads with a config of the package, these tensors, and these fields; see ``StoredDraft.heads``."""
+    if 0 in values[TAPS]:
+        raise ValueError("it reads the base's embeddings as a layer, which heads here do not support")
+    told = values["speculators_config"]
+    of_layer = values["transformer_layer_config"] | {"target_hidden_size": values.get("target_hidden_size")}
+    layer, decoder = layer_of(of_layer, {"norm_features": False, "norm_heads": True})
+    whole = values["draft_vocab_size"] == decoder.vocab_size
+    config = HeadsConfig(
+        hidden_size=decoder.hidden_size,
+        vocab_size=decoder.vocab_size,
+        num_layers=decoder.num_hidden_layers,
+        own_lm_heads=OUTPUT in tensors,
+        base=str(told["verifier"].get("name_or_path") or ""),
+        architecture="block",
+        feature_layers=tuple(values[TAPS]),
+        draft_vocab_size=0 if whole else values["draft_vocab_size"],
+        layer=layer,
+        mask_token=int(values["mask_token_id"]),
+        **own,
+    )
+    return config, _state(config, tensors)
 
-    Raises:
-        KeyError: A tensor is missing.
-        ValueError: There are tensors that such heads do not have.
-    """
+
+def _state(config: HeadsConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The state dict of ``BlockHeads``, with columns in the order of tokens."""
     known = {name: tensor.clone() for name, tensor in tensors.items() if not name.startswith(CONFIDENCE)}
     for name in NOT_READ:
         known.pop(name, None)

@@ -78,8 +78,8 @@ class AssistantHeads(DraftHeads):
                 this process.
         """
         super().join(vocabulary)
-        self._layers_read, missing = vocabulary.key_layers, set(self._rotaries) - set(vocabulary.key_layers)
-        if missing:
+        self._layers_read = vocabulary.key_layers
+        if missing := self._rotaries.keys() - self._layers_read.keys():
             raise ValueError(
                 f"base (layers: {', '.join(sorted(self._layers_read)) or 'of one kind'}) has no layers of"
                 f" {', '.join(sorted(missing))} whose keys and values this assistant could read, or divides them among"

@@ -163,6 +163,11 @@ class HeadsConfig:
         return tuple(layer + num_layers if layer < 0 else layer or num_layers // 2 for layer in self.feature_layers)
 
     @property
+    def is_dflash(self) -> bool:
+        """Whether they are blocks as DFlash has them, which differ from those that are trained here."""
+        return self.skip_root or bool(self.layer_windows) or not self.rank
+
+    @property
     def block_rows(self) -> int:
         """Rows of a block."""
         return self.num_heads + self.skip_root

@@ -9,7 +9,7 @@ documents, l positions, r anchors.
 """
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -176,9 +176,9 @@ class BlockMemory(Follower):
     def __init__(self, heads: BlockHeads, vocabulary: Vocabulary) -> None:
         super().__init__(vocabulary.attention, next(heads.parameters()).device, heads._layer.window)
         self._heads, self._vocabulary = heads, vocabulary
-        windows = heads.config.layer_windows or [0] * heads.config.num_layers
+        windows = heads.config.layer_windows or (0,) * heads.config.num_layers
         self._scorings = [Scoring(heads._layer.head_dim**-0.5, window or None) for window in windows]
-        self.fused = _fused(heads, vocabulary)
+        self.fused = _fused(heads, vocabulary, windows)
 
     def new_pool(self) -> BlockPool:
         """An empty cache."""
@@ -230,7 +230,7 @@ class BlockMemory(Follower):
         return x_RD
 
 
-def _fused(heads: BlockHeads, vocabulary: Vocabulary) -> tuple[FusedLayers, FusedLayers] | None:
+def _fused(heads: BlockHeads, vocabulary: Vocabulary, windows: Sequence[int]) -> tuple[FusedLayers, FusedLayers] | None:
     """The C++ passes over a text and over a block; None if the kernel does not support these layers."""
     shape = heads._layer
     if vocabulary.matrices is None or vocabulary.attention.name != "exact":
@@ -240,7 +240,6 @@ def _fused(heads: BlockHeads, vocabulary: Vocabulary) -> tuple[FusedLayers, Fuse
         LayerWeights([layer.k_proj, layer.v_proj], heads.text_norm.weight, **layer.norms_of_heads("key"))
         for layer in heads.layers
     ]
-    windows = heads.config.layer_windows or [0] * len(text)
     block = [
         LayerWeights(
             layer.linears, layer.input_norm.weight, layer.mlp_norm.weight, window=window, **layer.norms_of_heads()

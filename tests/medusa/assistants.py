@@ -15,7 +15,7 @@ from transformers import (
 
 from medusa import BaseModel
 from medusa.loading.self_test import choose_decoding, fuse
-from tests.medusa.test_conformance import SHAPE
+from tests.medusa.test_conformance import SHAPE, make_uneven
 from tests.medusa.test_model_drafter import words
 
 KINDS = ["sliding_attention", "full_attention"]
@@ -33,21 +33,11 @@ def config_of_base(kind, **changes):
     return AutoConfig.for_model("gemma4_text", **shape | layers | BASES[kind] | changes)
 
 
-def randomize(model):
-    """Norms and factors that a fresh model has as ones are others in trained ones."""
-    with torch.no_grad():
-        for name, weight in [*model.named_parameters(), *model.named_buffers()]:
-            if "norm" in name or "layer_scalar" in name:
-                weight.uniform_(0.6, 1.4)
-            if "token_ordering" in name:
-                weight.copy_(torch.randperm(len(weight)))
-    return model
-
-
 def gemma(kind="layers that share keys", attention="auto", dtype=torch.float32):
     """The base, and the transformers model that it is made of."""
     torch.manual_seed(0)
-    model = randomize(AutoModelForCausalLM.from_config(config_of_base(kind)).to(dtype).eval())
+    model = AutoModelForCausalLM.from_config(config_of_base(kind)).to(dtype).eval()
+    make_uneven(model)
     return fuse(choose_decoding(BaseModel(model, words(VOCABULARY), "gemma", attention)))
 
 
@@ -71,7 +61,11 @@ def assistant(directory: Path, monkeypatch, centroids=8, **changes):
         backbone_hidden_size=SHAPE["hidden_size"], use_ordered_embeddings=bool(centroids), num_centroids=centroids or 8,
         centroid_intermediate_top_k=3,
     )  # fmt: skip
-    model = randomize(Gemma4AssistantForCausalLM(config).eval())
+    model = Gemma4AssistantForCausalLM(config).eval()
+    make_uneven(model)
+    if centroids:
+        ordering = model.masked_embedding.token_ordering
+        ordering.copy_(torch.randperm(len(ordering)))
     model.set_attn_implementation("eager")
     model.save_pretrained(directory)
     return model

@@ -21,6 +21,7 @@ from medusa.io.hub import is_model
 from medusa.loading.load import load_draft_model
 from medusa.tree import Tree
 from tests.medusa.assistants import BASES, KINDS, VOCABULARY, as_published, assistant, config_of_base, gemma, logits_of
+from tests.medusa.formats.stored import change_config
 from tests.medusa.passes import finish, prefill
 from tests.medusa.remembering import Watched
 from tests.medusa.tape import Recorder, Strict
@@ -224,10 +225,8 @@ def test_as_a_draft_model_it_is_called_by_its_name(base, folder):
     ],
 )
 def test_other_layers_are_refused(folder, key, value, why):
-    path = folder / "config.json"
-    values = json.loads(path.read_text())
-    values["text_config"][key] = value
-    path.write_text(json.dumps(values))
+    layers = json.loads((folder / "config.json").read_text())["text_config"]
+    change_config(folder, text_config=layers | {key: value})
     with pytest.raises(ValueError, match=why):
         load_heads(folder)
 
@@ -257,7 +256,6 @@ def test_scores_do_not_depend_on_the_number_of_nodes(base, folder):
     [("centroid_intermediate_top_k", 9, "reads 9 centroids"), ("centroid_intermediate_top_k", 0, "at least 1")],
 )
 def test_more_centroids_than_there_are_cannot_be_read(folder, key, value, why):
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
+    change_config(folder, **{key: value})
     with pytest.raises(ValueError, match=why):
         load_heads(folder)
