@@ -2,12 +2,15 @@
 
 import hashlib
 import json
+import logging
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from medusa.data.shapes import KNOWN
+
+LOGGER = logging.getLogger("medusa.data")
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
 DESCRIPTIONS = ("dataset_infos.json",)
@@ -72,12 +75,19 @@ def file_records(path: str | Path) -> Iterator[Placed]:
 
 
 def _lines(file: Path) -> Iterator[Placed]:
-    """Records of a file of JSON lines."""
+    """Records of a file of JSON lines; the last one may be unfinished, where a server is writing it."""
     with file.open("rb") as stream:
         for number, line in enumerate(stream, start=1):
             if line.strip():
                 place = f"{file}, line {number}"
-                yield place, _object(place, _parse(place, line))
+                try:
+                    record = _parse(place, line)
+                except ValueError as error:
+                    if number == 1 or line.endswith(b"\n"):
+                        raise
+                    LOGGER.warning("an unfinished last line is left out: %s", error)
+                    return
+                yield place, _object(place, record)
 
 
 def _json(file: Path) -> Iterator[Placed]:

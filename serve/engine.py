@@ -20,6 +20,7 @@ from medusa.cache import BLOCK, CachedSequence
 from medusa.clock import machine_memory
 from medusa.serve.jobs import Job
 from medusa.serve.metrics import Metrics
+from medusa.serve.recorder import Recorder
 from medusa.serve.request import Asked, BusyError, Delta, EngineError, LateError, StoppingError, Ticket
 from medusa.serve.settings import EngineSettings
 from medusa.serve.threads import promise
@@ -45,14 +46,17 @@ class Engine:
     Args:
         model: The model with its heads.
         settings: Limits.
-        metrics: Records what happens.
+        metrics: Counts what happens.
+        recorder: Records completed requests; None = nobody does.
 
     Attributes:
         model: The current model; new requests use its heads.
     """
 
-    def __init__(self, model: MedusaModel, settings: EngineSettings, metrics: Metrics) -> None:
-        self.model, self.settings, self.metrics = model, settings, metrics
+    def __init__(
+        self, model: MedusaModel, settings: EngineSettings, metrics: Metrics, recorder: Recorder | None = None
+    ) -> None:
+        self.model, self.settings, self.metrics, self._recorder = model, settings, metrics, recorder
         self._pool = model.base.new_pool(settings.cache_tokens or cache_tokens(model))
         self._batch = self._new_batch()
         self._old: list[Batch] = []  # batches with requests from before a change of heads
@@ -85,6 +89,8 @@ class Engine:
             await asyncio.sleep(0.05)
         await self._call(self._end)
         await asyncio.to_thread(self._thread.join)
+        if self._recorder is not None:
+            await asyncio.to_thread(self._recorder.close)
 
     def healthy(self) -> bool:
         """Whether the thread runs, its loop is not stuck, and no other rank is lost."""
@@ -258,6 +264,8 @@ class Engine:
         if output.finish_reason is not None:
             del self._of[job.request], self._jobs[job.ticket]
             self.metrics.ended(job, output.finish_reason)
+            if self._recorder is not None and job.asked.recorded:
+                self._recorder.add(job.request.prompt, output.tokens)
 
     def _drop(self, batch: Batch, error: Exception) -> None:
         """Drop a broken batch."""

@@ -51,6 +51,8 @@ class Asked:
     """Most seconds, waiting included; None = no limit."""
     text: str | None = None
     """The prompt as text, if the completion goes on from it; None = the completion is a text of its own."""
+    recorded: bool = True
+    """Whether it may be recorded, where a server records requests."""
 
 
 class Delta(NamedTuple):

@@ -15,7 +15,7 @@ from medusa.data.arguments import ending_at_once, show_messages
 from medusa.serve.flags import add_flags, from_flags
 from medusa.serve.model_options import ModelOptions, describe
 from medusa.serve.plan import DryRun, show_plan
-from medusa.serve.settings import ApiSettings, EngineSettings, Network
+from medusa.serve.settings import ApiSettings, EngineSettings, Network, Recording
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -51,7 +51,8 @@ def build_parser() -> argparse.ArgumentParser:
     model.add_argument("--more-heads", nargs="+", default=[], metavar="NAME=DIR", help=text)
     text = "keys that clients may use, besides those in MEDUSA_API_KEYS (default: none)"
     parser.add_argument("--api-key", nargs="+", default=[], metavar="KEY", help=text)
-    for title, kind in (("limits", EngineSettings), ("requests", ApiSettings), ("network", Network)):
+    groups = {"limits": EngineSettings, "requests": ApiSettings, "records": Recording, "network": Network}
+    for title, kind in groups.items():
         add_flags(parser.add_argument_group(title), kind)
     return parser
 
@@ -69,6 +70,7 @@ def build_app(args: argparse.Namespace) -> "FastAPI":
     from medusa.serve.grammar import Grammars
     from medusa.serve.metrics import Metrics
     from medusa.serve.models import Models, read_heads
+    from medusa.serve.recorder import Recorder
 
     api = from_flags(
         ApiSettings, args, api_keys=read_keys(args.api_key), admin_key=os.environ.get("MEDUSA_ADMIN_KEY", "")
@@ -77,6 +79,7 @@ def build_app(args: argparse.Namespace) -> "FastAPI":
     options = from_flags(ModelOptions, args)
     if len(paths) < len(args.more_heads):
         raise ValueError(f"--more-heads ({' '.join(args.more_heads)}) gives a name twice; choose other names")
+    recorder = Recorder(args.record, args.record_most) if args.record else None
     model = options.load()
     name = args.name or args.base or Path(model.base.name).name
     if name in paths:
@@ -84,7 +87,9 @@ def build_app(args: argparse.Namespace) -> "FastAPI":
     logger.info("loaded\n%s", describe(model, options.heads_or_default()))
     if paths:
         model = model.with_heads({one: read_heads(path) for one, path in paths.items()})
-    engine = Engine(model, from_flags(EngineSettings, args), Metrics(name))
+    if recorder is not None:
+        logger.info("completed requests are recorded in %s", args.record)
+    engine = Engine(model, from_flags(EngineSettings, args), Metrics(name), recorder)
     service = Service(engine, Models(engine, name, paths), Grammars(model.base), api)
     return create_app(service, args.drain)
 

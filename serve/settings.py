@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from medusa.data.arguments import at_least, seconds
+from medusa.data.arguments import at_least, memory_size, seconds
 from medusa.serve.flags import flag
 
 
@@ -64,3 +64,18 @@ class Network:
     host: str = flag("127.0.0.1", "where to listen", metavar="HOST")
     port: int = flag(8000, "0 = any", at_least(0), "PORT")
     drain: float = flag(30.0, "seconds that running requests may go on for after SIGTERM", seconds, "S")
+
+
+@dataclass(frozen=True)
+class Recording:
+    """Records of completed requests, see ``medusa.serve.recorder``."""
+
+    record: str = flag(
+        "",
+        "directory where completed requests are recorded as training data, for medusa heads --answers: all that clients"
+        " send and get, except with store: false; only this user can read it (default: nothing is recorded)",
+        metavar="DIR",
+    )
+    record_most: int = flag(
+        1 << 30, "largest size of all records, as 2GB; the oldest are removed (default: 1GiB)", memory_size, "SIZE"
+    )

@@ -75,11 +75,13 @@ def fresh_heads(recipe: Recipe, base: BaseModel, packed: PackedRows, workers: Wo
             mask_token=shape.mask_token if masked else None,
         )
     )
+    others = load_heads(fetch_heads(shape.init_from)) if shape.init_from else None
     if heads.draft_ids is not None:
-        heads.draft_ids.copy_(most_frequent_tokens(packed, shape.draft_vocab, base.vocab_size, workers))
+        known = None if others is None else others.draft_ids
+        heads.draft_ids.copy_(most_frequent_tokens(packed, shape.draft_vocab, base.vocab_size, workers, known))
     heads.init_from_base(base.lm_head_weight, last_norm(base))
-    if shape.init_from:
-        start_from(heads, load_heads(fetch_heads(shape.init_from)), shape.init_from)
+    if others is not None:
+        start_from(heads, others, shape.init_from)
     return heads
 
 
@@ -131,16 +133,21 @@ def start_from(heads: DraftHeads, others: DraftHeads, name: str) -> None:
     heads.load_state_dict(state)
 
 
-def most_frequent_tokens(packed: PackedRows, size: int, vocab_size: int, workers: Workers) -> Tensor:
-    """The most frequent tokens of answers, or of prompts if nothing is answered; of equal ones those with lower ids.
+def most_frequent_tokens(
+    packed: PackedRows, size: int, vocab_size: int, workers: Workers, known: Tensor | None = None
+) -> Tensor:
+    """The most frequent tokens of answers, or of prompts if nothing is answered.
+
+    Of equally frequent ones, and of those that are not there, known ones come first, and then lower ids.
 
     The result is the same for any number of processes; each counts its share of the rows, and all call it.
 
     Args:
         packed: training rows.
-        size: number of tokens; if there are fewer, the lowest other ids are added.
+        size: number of tokens.
         vocab_size: V.
         workers: this process among all.
+        known: int64 [any] ids that the heads which training starts from can draft.
 
     Returns:
         int64 [size] token ids, ascending.
@@ -156,7 +163,10 @@ def most_frequent_tokens(packed: PackedRows, size: int, vocab_size: int, workers
     counts_V = counted(answers=True)
     if not counts_V.any():
         counts_V = counted(answers=False)
-    chosen = counts_V.argsort(descending=True, stable=True)[:size].sort().values
+    ranks_V = 2 * counts_V
+    if known is not None:
+        ranks_V[known[known < vocab_size]] += 1
+    chosen = ranks_V.argsort(descending=True, stable=True)[:size].sort().values
     share = float(counts_V[chosen].sum() / counts_V.sum().clamp(min=1))
     LOGGER.info("heads draft %d of %d tokens, %.2f %% of the supervised ones", size, vocab_size, 100 * share)
     return chosen

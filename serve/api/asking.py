@@ -73,12 +73,15 @@ def ask(service: Service, body: Sampling, wanted: Wanted, client: str) -> list[A
     timeout, priority = min(limits, default=None), body.priority or 0
     seed = body.seed if body.seed is not None else random.getrandbits(31)
     bias, context = _bias(service, body), service.engine.model.base.context_length
+    recorded = body.store is not False and speculation.acceptance != "typical"  # which is not the base's own text
     found = []
     for prompt, text in zip_longest(wanted.prompts, wanted.texts):
         params = _params(body, wanted, _longest(wanted, len(prompt), context), bias)
         for number in range(body.n or 1):
             seeded = replace(params, seed=(seed + number) % 2**63)
-            found.append(Asked(prompt, seeded, speculation, wanted.constraint, client, priority, timeout, text))
+            found.append(
+                Asked(prompt, seeded, speculation, wanted.constraint, client, priority, timeout, text, recorded)
+            )
     return found
 
 

@@ -79,9 +79,10 @@ class Shared(Body):
     timeout: Annotated[Number, Field(gt=0, le=1_000_000)] | None = None
     """Most seconds for the request, waiting included."""
     speculation: SpeculationBody | None = None
+    store: StrictBool | None = None
+    """false = not to be recorded, where the server records requests."""
     metadata: dict[str, str] | None = None
     """Accepted without effect, as the next ones, because clients send them by default."""
-    store: StrictBool | None = None
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None

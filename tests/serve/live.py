@@ -14,6 +14,7 @@ from medusa.serve.grammar import Grammars
 from medusa.serve.listening import Server, bind, url
 from medusa.serve.metrics import Metrics
 from medusa.serve.models import Models
+from medusa.serve.recorder import Recorder
 from medusa.serve.settings import ApiSettings, EngineSettings
 
 
@@ -28,6 +29,13 @@ class Live:
     url: str
     engine: Engine
     server: Server
+    thread: threading.Thread
+
+    def stop(self) -> None:
+        """End the server, and wait for it."""
+        self.server.should_exit = True
+        self.thread.join(20)
+        assert not self.thread.is_alive(), "the server ends"
 
     def client(self):
         """OpenAI's own, which asks nothing twice."""
@@ -38,14 +46,15 @@ class Live:
 
 @contextmanager
 def serving(
-    model: MedusaModel, engine: EngineSettings | None = None, api: ApiSettings | None = None, drain: float = 5.0
-) -> Iterator[Live]:
+    model: MedusaModel, engine: EngineSettings | None = None, api: ApiSettings | None = None, drain: float = 5.0,
+    recorder: Recorder | None = None,
+) -> Iterator[Live]:  # fmt: skip
     """Serve a model under the name "small" until the end."""
     model.generate([1], max_new_tokens=2)  # builds the kernels, which takes longer than clients wait
     # Not the share of the memory that a real server takes: servers of many tests lie about for a while.
     settings = engine or EngineSettings()
     settings = replace(settings, cache_tokens=settings.cache_tokens or 16_384)
-    running = Engine(model, settings, Metrics("small"))
+    running = Engine(model, settings, Metrics("small"), recorder)
     app = create_app(Service(running, Models(running, "small"), Grammars(model.base), api or ApiSettings()), drain)
     with bind("127.0.0.1", 0) as listening:
         server = Server(app, listening, drain)
@@ -53,7 +62,6 @@ def serving(
         thread.start()
         while not server.started and thread.is_alive():
             time.sleep(0.01)
-        yield Live(url(listening), running, server)
-        server.should_exit = True
-        thread.join(20)
-        assert not thread.is_alive(), "the server ends"
+        live = Live(url(listening), running, server, thread)
+        yield live
+        live.stop()

@@ -311,7 +311,7 @@ def test_odd_bases_without_a_template_are_measured_and_answer(
     plain.chat_template = None
     plain.save_pretrained(tmp_path / "base")
     asks = Asked(str(tmp_path / "base"), 1.0, "", "")
-    found = measure.measure(asks.base, "", [], tmp_path, 1, time.monotonic())
+    found = measure.measure(asks, [], tmp_path, 1, time.monotonic())
     assert found.kind == asked.TEXT
     plan = make_plan(asks, found, 60.0, 1e12)
     assert plan.recipe["base.dtype"] == "float32", "no half precision on a CPU where memory suffices"

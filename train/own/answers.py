@@ -14,6 +14,8 @@ from medusa.train.own.screen import Tell
 
 TRAIN, HELDOUT = "data/train", "data/heldout.jsonl"
 """Paths of the answers in the directory of the run."""
+GREEDY, DRAWN, GIVEN = f"{TRAIN}/greedy.jsonl", f"{TRAIN}/drawn.jsonl", f"{TRAIN}/given.jsonl"
+"""Files of training data; given answers stand alone."""
 
 
 def answer_settings(most: int) -> tuple[Settings, Settings]:
@@ -23,7 +25,8 @@ def answer_settings(most: int) -> tuple[Settings, Settings]:
 
 def answered(out: Path) -> bool:
     """Whether all answers exist."""
-    return all((out / name).exists() for name in (HELDOUT, f"{TRAIN}/greedy.jsonl", f"{TRAIN}/drawn.jsonl"))
+    there = {name for name in (HELDOUT, GREEDY, DRAWN, GIVEN) if (out / name).exists()}
+    return there >= {HELDOUT, GIVEN} or there >= {HELDOUT, GREEDY, DRAWN}
 
 
 def answer(
@@ -42,8 +45,8 @@ def answer(
     greedy, drawn = answer_settings(plan.answer_tokens)
     parts = [
         (HELDOUT, heldout, greedy),
-        (f"{TRAIN}/greedy.jsonl", train[::2], greedy),
-        (f"{TRAIN}/drawn.jsonl", train[1::2], drawn),
+        (GREEDY, train[::2], greedy),
+        (DRAWN, train[1::2], drawn),
     ]
     total, before = sum(len(prompts) for _, prompts, _ in parts), 0
     for name, prompts, settings in parts:

@@ -68,7 +68,7 @@ def kind_of(model: MedusaModel, path: str) -> str:
 
 def some(model: MedusaModel, kind: str, found: Sequence[Prompt]) -> list[Prompt]:
     """Some prompts of the kind that will be answered, for the measurement, as many as a batch holds."""
-    if kind == FROM_FILE:
+    if found:
         return [_encoded(model, prompt) for prompt in found[:BATCH]]
     if kind == CODE:
         return [Prompt(ids=tuple(ids)) for ids in embedded_prompts(model, "train", BATCH)]

@@ -1,8 +1,8 @@
 """``medusa heads --base NAME``: heads for a model of your own, in one command and a given time.
 
-It lets the base answer prompts, trains heads on the answers, and compares them with plain decoding. Each stage does the
-work of another command (``data prompts``, ``data regenerate``, ``train``), and writes the files of that command into
-one directory.
+It lets the base answer prompts, or takes answers that it gave before, trains heads on them, and compares them with
+plain decoding. Each stage does the work of another command (``data prompts``, ``data regenerate``, ``train``), and
+writes the files of that command into one directory.
 """
 
 import argparse
@@ -87,6 +87,7 @@ def _checked(options: argparse.Namespace) -> tuple[Path, Asked, list[Prompt]]:
     """
     from medusa.data.files import sample_files
     from medusa.data.sources import Source
+    from medusa.io.hub import fetch_heads
     from medusa.train.own.asked import read_prompts
     from medusa.train.own.plan import FILE
 
@@ -98,24 +99,30 @@ def _checked(options: argparse.Namespace) -> tuple[Path, Asked, list[Prompt]]:
     if (out / "recipe.yaml").exists() and not (out / FILE).exists():
         raise ValueError(f"--out ({out}) holds a run that this command did not begin; give another directory")
     content, found = "", list[Prompt]()
+    for path in filter(None, (options.prompts, options.answers)):
+        sample_files(Path(path))
     if options.prompts:
-        sample_files(Path(options.prompts))
         content, found = Source(options.prompts).fingerprint(), read_prompts(options.prompts)
-    weights = digest_of_weights(Path(options.base))
-    return out, Asked(options.base, options.hours, options.prompts, content, weights), found
+    weights, heads = digest_of_weights(Path(options.base)), ""
+    if options.heads:
+        heads = digest_of_weights(fetch_heads(options.heads))
+    named = options.base, options.hours, options.prompts, content, weights
+    return out, Asked(*named, options.answers, options.heads, heads), found
 
 
 def _answers(asked: Asked, plan: Plan | None, out: Path, found: list[Prompt], screen: Screen, began: float) -> Plan:
     """The stages that need the base in this process: the plan, if there is none, prompts and answers."""
     from transformers.utils.logging import disable_progress_bar
 
-    from medusa.train.own.answers import answer
+    from medusa.train.own.answers import answer, answered
     from medusa.train.own.asked import division, write_prompts
     from medusa.train.own.measure import free, load
 
     disable_progress_bar()
     if plan is None:
         plan = _planned(asked, out, found, screen, began)
+    if answered(out):
+        return plan
     with screen.stage("prompts", plan.seconds["prompts"]) as tell:
         model = load(asked.base, plan.dtype)
         write_prompts(plan, model, out, tell)
@@ -131,33 +138,38 @@ def _planned(asked: Asked, out: Path, found: list[Prompt], screen: Screen, began
     """Measure, make the plan, print it, and save it."""
     from medusa.train.command import processes
     from medusa.train.own.estimate import make_plan
+    from medusa.train.own.given import write_given
     from medusa.train.own.measure import measure
 
     screen.say(f"measuring {asked.base} on a few rows; this takes a minute or two")
-    measured = measure(asked.base, asked.prompts, found, out, processes(os.environ), began)
+    measured = measure(asked, found, out, processes(os.environ), began)
     spent = time.monotonic() - began
     out.mkdir(parents=True, exist_ok=True)
     plan = make_plan(asked, measured, spent, shutil.disk_usage(out).free)
     answers, training, values = measured.answers, measured.training, plan.recipe
+    together = "" if measured.given else f"{1 / answers.token:,.0f} tokens/s in {answers.together} answers together, "
     screen.say(
-        f"{asked.base}, {measured.facts.parameters / 1e6:,.1f}M parameters: {1 / answers.token:,.0f} tokens/s in "
-        f"{answers.together} answers together, {1 / measured.alone.token:,.1f} in one; in training it reads "
-        f"{1 / training.row_token:,.0f} tokens/s, and heads learn {1 / training.position:,.0f} positions/s"
+        f"{asked.base}, {measured.facts.parameters / 1e6:,.1f}M parameters: {together}{1 / measured.alone.token:,.1f} "
+        f"tokens/s in one answer; in training it reads {1 / training.row_token:,.0f} tokens/s, and heads learn "
+        f"{1 / training.position:,.0f} positions/s"
     )
+    kinds = "" if measured.given else "; half of them greedy, half drawn"
     what = {
         "prompts": f"{plan.written:,} that the base writes" if plan.written else plan.kind,
         "answers": f"{plan.conversations:,} conversations ({plan.kind}) and {plan.heldout} held-out ones, about "
-        f"{answers.length:.0f} tokens each; half of them greedy, half drawn",
+        f"{answers.length:.0f} tokens each{kinds}",
         "training": f"{values['heads.num_heads']} {values['heads.architecture']} heads, "
         f"{values['optim.epochs']:g} passes over the answers",
         "comparison": f"{plan.compared} held-out prompts, plainly and with the heads",
     }
-    for stage in STAGES:
+    for stage in STAGES[2:] if measured.given else STAGES:
         screen.say(f"  {stage:<10} {clock(plan.seconds[stage]):>8}  {what[stage]}")
     total = sum(plan.seconds.values())
     screen.say(
         f"  {'together':<10} {clock(total):>8}  of {clock(3600 * asked.hours - spent)} that --hours leaves; in {out}"
     )
+    if measured.given:
+        write_given(plan, measured.given, out)
     plan.save(out)
     return plan
 
@@ -165,15 +177,22 @@ def _planned(asked: Asked, out: Path, found: list[Prompt], screen: Screen, began
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="medusa heads",
-        description="Make heads for a base: the base answers prompts, heads are trained on its answers, and decoding "
-        "with them is compared with plain decoding. After a stop the same command continues.",
+        description="Make heads for a base: the base answers prompts, or has answered them (--answers), heads are "
+        "trained on its answers, and decoding with them is compared with plain decoding. After a stop the same command "
+        "continues.",
     )
     add = parser.add_argument
     add("--base", required=True, metavar="NAME", help='a directory, a GGUF file, a Hub id, "smollm2" or "embedded"')
     hours = up_to(MOST_HOURS, "a number of hours")
     add("--hours", type=hours, default=HOURS, help=f"time for all of it (default: {HOURS:g})")
     what = "prompts or conversations, in a file or a directory of them (default: the base writes prompts itself)"
-    add("--prompts", default="", metavar="FILE", help=what)
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--prompts", default="", metavar="FILE", help=what)
+    what = "answers of the base, in a file or a directory of them, as medusa serve --record writes them (default: the "
+    what += "base answers prompts)"
+    source.add_argument("--answers", default="", metavar="FILE", help=what)
+    what = "trained heads, a directory or their Hub id, whose training continues (default: new heads)"
+    add("--heads", default="", metavar="DIR", help=what)
     add("--out", default="", metavar="DIR", help="where everything is written (default: runs/NAME)")
     return parser
 

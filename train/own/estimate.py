@@ -11,8 +11,8 @@ TAIL, FILES = 0.25, 3
 """Time of a file's last answers, decoded with few others, as a share of a longest answer's; number of files."""
 COMPARED_SHARE, FEWEST_COMPARED, MOST_COMPARED = 0.03, 4, 16
 """Share of the time for decoding held-out prompts at the end; and the bounds of their number."""
-COMPARED_TOKENS, DECODINGS = 64, 5
-"""New tokens of each; and how often each is decoded: twice by the evaluation, then in three ways."""
+COMPARED_TOKENS, DECODINGS = 64, 6
+"""New tokens of each; and how often each is decoded at most: twice by the evaluation, then in four ways."""
 EVALUATED_ROWS = 64
 """Most held-out rows that the evaluation reads (`evaluate.rows`)."""
 CHECKPOINT_SECONDS, FEWEST_STEPS, MOST_STEPS = 60.0, 10, 500
@@ -75,7 +75,7 @@ def _costs(measured: Measured, compared: int) -> Costs:
         first=reading + learning,
         later=learning,
         fixed={
-            "prompts": measured.loading,
+            "prompts": 0.0 if measured.given else measured.loading,
             "answers": FILES * TAIL * facts.answer_tokens * answers.together * answers.token,
             # A child imports and loads twice as much: torchrun, then DeepSpeed.
             "training": 2 * measured.loading + 2 * decoding + EVALUATED_ROWS * row * training.row_token,

@@ -17,11 +17,15 @@ from medusa.clock import machine_memory
 from medusa.cpu import native
 from medusa.data.exchange import Prompt
 from medusa.data.prompts import fitting
+from medusa.data.sources import Sample
+from medusa.formats import load_heads
+from medusa.io.hub import fetch_heads
 from medusa.train.base import slow_in_bfloat16
+from medusa.train.own import given as given_answers
 from medusa.train.own.answers import answer_settings
-from medusa.train.own.asked import CHAT, CHAT_SETTINGS, CODE, FROM_FILE, beginnings, kind_of, some
-from medusa.train.own.plan import held_out
-from medusa.train.own.settings import Facts, Values, shape_values
+from medusa.train.own.asked import CHAT, CHAT_SETTINGS, CODE, beginnings, kind_of, some
+from medusa.train.own.plan import Asked, held_out
+from medusa.train.own.settings import Facts, Values, continued_values, shape_values
 from medusa.train.own.training import full_recipe
 from medusa.train.own.trial import Answering, Single, Training, answering, single, training
 
@@ -58,6 +62,8 @@ class Measured:
     training: Training
     loading: float
     """Seconds for imports and for loading the base."""
+    given: Sequence[Sample] = ()
+    """Answers that were given already, in the order of their time."""
 
 
 def load(base: str, dtype: str = "") -> MedusaModel:
@@ -69,52 +75,59 @@ def load(base: str, dtype: str = "") -> MedusaModel:
     return MedusaModel.from_pretrained(base=full_name(base), dtype=getattr(torch, dtype) if dtype else None)
 
 
-def measure(base: str, path: str, found: Sequence[Prompt], out: Path, processes: int, began: float) -> Measured:
+def measure(asked: Asked, found: Sequence[Prompt], out: Path, processes: int, began: float) -> Measured:
     """Load the base for answering, then for training, and time both on a few rows.
 
     Args:
-        base: its name.
-        path: the user's file of prompts; "" = none.
-        found: the prompts in it.
+        asked: the user's request.
+        found: the prompts of the user's file.
         out: the directory of the run.
         processes: number of training processes.
         began: `time.monotonic()` at the start of this process.
     """
     importing = time.monotonic() - began
-    smollm2.locate(resolve_base(base))  # downloads, conversions and compilation happen only once
+    smollm2.locate(resolve_base(asked.base))  # downloads, conversions and compilation happen only once
     native.available()
     began = time.monotonic()
-    model = load(base)
+    model = load(asked.base)
     loading = importing + time.monotonic() - began
-    facts, kind = Facts.of(model.base, processes), kind_of(model, path)
+    facts, given = Facts.of(model.base, processes), list[Sample]()
+    if asked.answers:
+        given = given_answers.read_given(asked.answers, model.base.tokenizer, model.base.vocab_size)
+        found = [Prompt(ids=tuple(sample.prompt)) for sample in given]
+    kind = given_answers.KIND if given else kind_of(model, asked.prompts)
     dtype = training_dtype(model.base, facts)
     if dtype == "float32" and slow_in_bfloat16(model.base.device) and not model.base.packed:
-        model = load(base, dtype)  # decoding many answers together is faster in it too
+        model = load(asked.base, dtype)  # decoding many answers together is faster in it too
     prompts = fitting(model, some(model, kind, found), facts.answer_tokens)
     alone = single(model, prompts[len(prompts) // 2])
     mean = fmean(len(prompt.ids) for prompt in prompts)
     together = min(len(prompts), max(FEWEST_TOGETHER, int(READ_SECONDS / (alone.prompt_token * mean))))
     spread = [prompts[number * len(prompts) // together] for number in range(together)]
-    answers = answering(model, spread, answer_settings(facts.answer_tokens), WRITE_SECONDS)
+    settings = answer_settings(facts.answer_tokens)
+    answers = given_answers.answering(given) if given else answering(model, spread, settings, WRITE_SECONDS)
     begun = beginnings(model, kind, together) if kind == CHAT else []
     own = answering(model, begun, [CHAT_SETTINGS], WRITE_SECONDS) if begun else None
     answers_in, turns = str(model.base.dtype).removeprefix("torch."), fmean(len(p.asked) or 1 for p in prompts)
     del model
     free()
     longest = answers.longest_prompt + facts.answer_tokens
-    shape = {"base.name": base, "base.dtype": dtype, **shape_values(facts, longest)}
+    shape = {"base.name": asked.base, "base.dtype": dtype, **shape_values(facts, longest)}
+    if asked.heads:
+        shape |= continued_values(asked.heads, load_heads(fetch_heads(asked.heads)).config, shape)
     return Measured(
         facts=facts,
         kind=kind,
         dtype=answers_in,
         shape=shape,
         turns=turns,
-        most=len(found) - held_out(len(found)) if kind == FROM_FILE else MOST_CODE if kind == CODE else MOST,
+        most=len(found) - held_out(len(found)) if found else MOST_CODE if kind == CODE else MOST,
         alone=alone,
         answers=answers,
         prompts=own if own and own.ends >= LEAST_ENDED else None,
         training=training(full_recipe(shape, out), answers.texts),
         loading=loading,
+        given=given,
     )
 
 

@@ -35,6 +35,12 @@ class Asked:
     """Fingerprint of that file."""
     content_of_base: str = ""
     """Digest of a base in a local folder, which may have been trained again; "" = of another base."""
+    answers: str = ""
+    """A file or directory of answers that were given already, which may have grown since; "" = none."""
+    heads: str = ""
+    """Heads whose training continues; "" = new ones."""
+    content_of_heads: str = ""
+    """Digest of heads in a local folder."""
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,10 @@ from medusa import MedusaModel
 from medusa.clock import seconds
 from medusa.data.sources import read_samples
 from medusa.files import header, read_json, write_json
-from medusa.formats import load_provenance
+from medusa.formats import load_heads, load_provenance
 from medusa.formats.custom_generate import keeps_states
 from medusa.io.card import write_card
+from medusa.io.hub import fetch_heads
 from medusa.train.evaluate import held_out_prompts
 from medusa.train.own.answers import HELDOUT
 from medusa.train.own.estimate import COMPARED_TOKENS
@@ -24,9 +25,11 @@ from medusa.train.own.screen import Tell
 from medusa.train.run_directory import RunDirectory
 
 FILE = "comparison.json"
-PLAIN, HEADS, DEFAULT = "plain", "heads alone", "default (fastest)"
-WAYS: Mapping[str, Mapping[str, Any]] = {PLAIN: {"nodes": 1}, HEADS: {"drafter": "heads"}, DEFAULT: {}}
-"""Ways of decoding with their options."""
+PLAIN, BEFORE, HEADS, DEFAULT = "plain", "heads before", "heads alone", "default (fastest)"
+WAYS: Mapping[str, Mapping[str, Any]] = {
+    PLAIN: {"nodes": 1}, BEFORE: {"drafter": "heads", "heads": BEFORE}, HEADS: {"drafter": "heads"}, DEFAULT: {},
+}  # fmt: skip
+"""Ways of decoding with their options; heads before are those whose training was continued."""
 
 
 def compare(plan: Plan, out: Path, tell: Tell) -> None:
@@ -39,12 +42,17 @@ def compare(plan: Plan, out: Path, tell: Tell) -> None:
     write_card(out / "heads", model.heads.config, "native", provenance=load_provenance(out / "heads"))
     samples = read_samples(out / HELDOUT, model.base.tokenizer, model.base.vocab_size)
     prompts = held_out_prompts(samples, plan.compared, model.base.context_length - COMPARED_TOKENS)
-    for options in WAYS.values():
-        _decoded(model, prompts[0], options)
-    sums = {name: {"tokens": 0, "steps": 0, "seconds": 0.0} for name in WAYS}
+    ways = list(WAYS)
+    if plan.asked.heads:
+        model = model.with_heads({BEFORE: load_heads(fetch_heads(plan.asked.heads))})
+    else:
+        ways.remove(BEFORE)
+    for name in ways:
+        _decoded(model, prompts[0], WAYS[name])
+    sums = {name: {"tokens": 0, "steps": 0, "seconds": 0.0} for name in ways}
     for number, prompt in enumerate(prompts):
-        shift = number % len(WAYS)
-        for name in (*list(WAYS)[shift:], *list(WAYS)[:shift]):
+        shift = number % len(ways)
+        for name in (*ways[shift:], *ways[:shift]):
             for key, value in _decoded(model, prompt, WAYS[name]).items():
                 sums[name][key] += value
         tell((number + 1) / len(prompts), f"{number + 1} of {len(prompts)} prompts")

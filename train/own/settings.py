@@ -8,6 +8,7 @@ from typing import Any
 
 from medusa.base.model import BaseModel
 from medusa.cpu.packed import packed_weights
+from medusa.heads import HeadsConfig
 
 Values = dict[str, Any]
 """Recipe values by their dotted keys."""
@@ -20,6 +21,8 @@ ROW_TOKENS = {"cpu": 512, "cuda": 2048}
 """Fewest tokens of a row, where the context allows."""
 DRAFT_VOCABULARY = {"cpu": 8192, "cuda": 32768}
 """Draft vocabulary if the base's is more than twice as large, so that a level reads less."""
+CONTINUED = ("recurrent", "medusa", "markov", "hydra")
+"""Architectures without a cache of their own."""
 DISK_SHARE = 0.5
 """Largest share of the free disk for hidden states."""
 
@@ -81,6 +84,28 @@ def shape_values(facts: Facts, longest: int) -> Values:
         "engine.zero_stage": 1 if facts.processes > 1 else 0,
         "engine.loss_rows": 4096 if gpu else 1024,
     }
+
+
+def continued_values(path: str, heads: HeadsConfig, shape: Values) -> Values:
+    """Recipe values with which the training of these heads continues, in place of those of a new shape.
+
+    Args:
+        path: A directory, or a Hub id.
+        heads: Their shape.
+        shape: `shape_values`.
+
+    Raises:
+        ValueError: They remember the text, or cannot be trained here.
+    """
+    if heads.architecture not in CONTINUED:
+        raise ValueError(
+            f"heads ({path}) are {heads.architecture} heads, whose training this command cannot continue; give one of "
+            f"{', '.join(CONTINUED)}, or train them with a recipe (heads.init_from)"
+        )
+    kept = ("architecture", "num_heads", "num_layers", "own_lm_heads", "rank")
+    values = {f"heads.{name}": getattr(heads, name) for name in kept}
+    values |= {"heads.feature_layers": len(heads.feature_layers), "heads.draft_vocab": heads.draft_vocab_size}
+    return {**values, "heads.init_from": path, "optim.lr": shape["optim.lr"] / 2}
 
 
 def state_bytes(facts: Facts, shape: Values, itemsize: int) -> int:

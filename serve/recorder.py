@@ -1,0 +1,95 @@
+"""Records of completed requests, from which heads learn: ``medusa serve --record DIR``.
+
+What users ask and the base answers is the best training data for the heads that serve them. A line holds one request as
+``{"input_ids", "loss_mask"}``, the format of ``data regenerate``: the tokens that the base read, whatever the endpoint,
+and those that it wrote, which are marked.
+"""
+
+import json
+import logging
+import os
+import queue
+import secrets
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from medusa.data.exchange import Exchange, samples
+
+logger = logging.getLogger(__name__)
+
+PATTERN = "recorded-*.jsonl"
+PARTS, LARGEST = 8, 64 << 20
+"""Least number of files that share the limit, and most bytes of one; whole files are removed, the oldest first."""
+MOST_WAITING = 10_000
+"""Most records that wait for a slow disk; further ones are left out."""
+
+
+class Recorder:
+    """Writes records in a thread of its own, so that a slow or full disk keeps no request waiting.
+
+    Args:
+        directory: Where they are written, in files that only this user can read. Several servers can share it.
+        most: Most bytes of all files together.
+
+    Raises:
+        OSError: The directory cannot be made or written.
+    """
+
+    def __init__(self, directory: str | Path, most: int) -> None:
+        self._directory, self._most = Path(directory), most
+        self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not os.access(self._directory, os.W_OK | os.X_OK):
+            raise PermissionError(f"directory of records ({directory}) cannot be written; choose another --record")
+        self._path = self._directory / "none"
+        self._size = self._part = min(LARGEST, most // PARTS)  # of the current file: the first line begins a new one
+        self._failing = False
+        self._waiting: queue.SimpleQueue[Exchange | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="records", daemon=True)
+        self._thread.start()
+
+    def add(self, prompt: Sequence[int], answer: Sequence[int]) -> None:
+        """Record a request. A single token, as scoring a text asks for, teaches nothing and is left out."""
+        if len(answer) > 1 and self._waiting.qsize() < MOST_WAITING:
+            self._waiting.put(Exchange(list(prompt), list(answer)))
+
+    def close(self) -> None:
+        """Write what waits, and end."""
+        self._waiting.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (exchange := self._waiting.get()) is not None:
+            line = json.dumps(samples([exchange])[0], separators=(",", ":")).encode() + b"\n"
+            try:
+                self._write(line)
+                self._failing = False
+            except OSError as error:
+                if not self._failing:
+                    logger.warning("requests are not recorded: %s", error)
+                self._failing = True
+
+    def _write(self, line: bytes) -> None:
+        """Append a line, whole or not at all."""
+        if self._size + len(line) > self._part:
+            self._path = self._directory / f"recorded-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}.jsonl"
+            self._size = 0
+            self._remove_oldest()
+        file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        try:
+            if os.write(file, line) < len(line):  # the disk is full
+                os.ftruncate(file, self._size)
+                raise OSError(f"disk of {self._directory} is full; free space")
+        finally:
+            os.close(file)
+        self._size += len(line)
+
+    def _remove_oldest(self) -> None:
+        """Leave room for another file within the limit."""
+        sizes = {path: path.stat().st_size for path in sorted(self._directory.glob(PATTERN))}
+        room = self._most - self._part - sum(sizes.values())
+        for path, size in sizes.items():
+            if room < 0:
+                path.unlink(missing_ok=True)
+                room += size
