@@ -147,28 +147,28 @@ def _planned(asked: Asked, out: Path, found: list[Prompt], screen: Screen, began
     out.mkdir(parents=True, exist_ok=True)
     plan = make_plan(asked, measured, spent, shutil.disk_usage(out).free)
     answers, training, values = measured.answers, measured.training, plan.recipe
-    together = "" if measured.given else f"{1 / answers.token:,.0f} tokens/s in {answers.together} answers together, "
+    given = bool(measured.given)
+    together = "" if given else f"{1 / answers.token:,.0f} tokens/s in {answers.together} answers together, "
     screen.say(
         f"{asked.base}, {measured.facts.parameters / 1e6:,.1f}M parameters: {together}{1 / measured.alone.token:,.1f} "
         f"tokens/s in one answer; in training it reads {1 / training.row_token:,.0f} tokens/s, and heads learn "
         f"{1 / training.position:,.0f} positions/s"
     )
-    kinds = "" if measured.given else "; half of them greedy, half drawn"
     what = {
         "prompts": f"{plan.written:,} that the base writes" if plan.written else plan.kind,
         "answers": f"{plan.conversations:,} conversations ({plan.kind}) and {plan.heldout} held-out ones, about "
-        f"{answers.length:.0f} tokens each{kinds}",
+        f"{answers.length:.0f} tokens each; half of them greedy, half drawn",
         "training": f"{values['heads.num_heads']} {values['heads.architecture']} heads, "
-        f"{values['optim.epochs']:g} passes over the answers",
+        f"{values['optim.epochs']:g} passes over the answers" + f" ({plan.conversations:,} conversations)" * given,
         "comparison": f"{plan.compared} held-out prompts, plainly and with the heads",
     }
-    for stage in STAGES[2:] if measured.given else STAGES:
+    for stage in STAGES[2:] if given else STAGES:
         screen.say(f"  {stage:<10} {clock(plan.seconds[stage]):>8}  {what[stage]}")
     total = sum(plan.seconds.values())
     screen.say(
         f"  {'together':<10} {clock(total):>8}  of {clock(3600 * asked.hours - spent)} that --hours leaves; in {out}"
     )
-    if measured.given:
+    if given:
         write_given(plan, measured.given, out)
     plan.save(out)
     return plan
