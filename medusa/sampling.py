@@ -15,7 +15,7 @@ if TYPE_CHECKING:  # command lines import this module without torch
 RULES = ("greedy", "sampling", "speculative", "typical")
 """Names of acceptance rules."""
 DRAFTERS = ("hybrid", "heads", "prompt-lookup", "ngram", "draft-model", "early-exit", "mtp", "heads-sampled")
-"""Names of drafters; "hybrid" is "heads+prompt-lookup"."""
+"""Names of drafters; "hybrid" is "heads+prompt-lookup", "hybrid+ngram" has a third."""
 SOURCES = DRAFTERS[1:-1]
 """Drafters that can share a tree, joined by "+"."""
 EPSILON, DELTA = 0.09, 0.3
@@ -189,7 +189,8 @@ class Speculation:
             draws from the heads at the temperature, for speculative acceptance; or a ``medusa.drafters.Drafter`` of
             your own. None = the fastest that the model has, measured while it runs: hybrid,
             "draft-model+prompt-lookup", "mtp+prompt-lookup", plain decoding, and for a single sequence on a CPU prompt
-            lookup alone. If the base verifies chains only (``BaseModel.decoding``), every draft becomes a chain.
+            lookup alone; in a server that remembers completions each with "+ngram". If the base verifies chains only
+            (``BaseModel.decoding``), every draft becomes a chain.
         acceptance: None = lossless: "greedy" at temperature 0, "sampling" above. "speculative" (p/q) is lossless in
             distribution, but the text for a seed depends on the draft; made for drawn drafts. "typical" is lossy.
         epsilon: Threshold of typical acceptance, 0 to 1.
@@ -289,7 +290,8 @@ def sources(drafter: str) -> tuple[str, ...]:
     """
     if drafter == "heads-sampled":
         return (drafter,)
-    names = ("heads", "prompt-lookup") if drafter == "hybrid" else tuple(drafter.split("+"))
+    parts = (("heads", "prompt-lookup") if name == "hybrid" else (name,) for name in drafter.split("+"))
+    names = tuple(name for part in parts for name in part)
     if not set(names) <= set(SOURCES) or len(set(names)) < len(names):
         raise ValueError(
             f"drafter ({drafter!r}) is not known; choose one of: {', '.join(DRAFTERS)}, or several of"

@@ -15,7 +15,7 @@ from medusa.data.arguments import ending_at_once, show_messages
 from medusa.serve.flags import add_flags, from_flags
 from medusa.serve.model_options import ModelOptions, describe
 from medusa.serve.plan import DryRun, show_plan
-from medusa.serve.settings import ApiSettings, EngineSettings, Network, Recording
+from medusa.serve.settings import ApiSettings, EngineSettings, Memory, Network
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -51,7 +51,7 @@ def build_parser() -> argparse.ArgumentParser:
     model.add_argument("--more-heads", nargs="+", default=[], metavar="NAME=DIR", help=text)
     text = "keys that clients may use, besides those in MEDUSA_API_KEYS (default: none)"
     parser.add_argument("--api-key", nargs="+", default=[], metavar="KEY", help=text)
-    groups = {"limits": EngineSettings, "requests": ApiSettings, "records": Recording, "network": Network}
+    groups = {"limits": EngineSettings, "requests": ApiSettings, "memory": Memory, "network": Network}
     for title, kind in groups.items():
         add_flags(parser.add_argument_group(title), kind)
     return parser
@@ -87,6 +87,7 @@ def build_app(args: argparse.Namespace) -> "FastAPI":
     logger.info("loaded\n%s", describe(model, options.heads_or_default()))
     if paths:
         model = model.with_heads({one: read_heads(path) for one, path in paths.items()})
+    model.drafters.remembering = not args.no_ngrams
     if recorder is not None:
         logger.info("completed requests are recorded in %s", args.record)
     engine = Engine(model, from_flags(EngineSettings, args), Metrics(name), recorder)

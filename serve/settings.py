@@ -67,8 +67,13 @@ class Network:
 
 
 @dataclass(frozen=True)
-class Recording:
-    """Records of completed requests, see ``medusa.serve.recorder``."""
+class Memory:
+    """What a server keeps of completed requests, in memory to draft from and on the disk to learn from."""
+
+    no_ngrams: bool = flag(
+        False,
+        "requests that name no drafter do not draft from what was completed before (default: on a CPU they do)",
+    )
 
     record: str = flag(
         "",

@@ -1,4 +1,4 @@
-"""Drafts trees from earlier parts of the same text, as one C++ call (kernels/lookup.h)."""
+"""Drafts trees from earlier parts of the same text, or from earlier texts, as one C++ call (kernels/lookup.h)."""
 
 import ctypes
 from typing import NamedTuple
@@ -41,6 +41,18 @@ class Search(NamedTuple):
         return self.longest + 1, self.shares + 1
 
 
+class EarlierTexts(ctypes.Structure):
+    """``Earlier`` of lookup.h: the tables of ``medusa.drafters.ngram.NgramCache``, which holds them."""
+
+    size: int
+    buckets: int
+    count: int
+    _fields_ = [
+        *[(name, _INT) for name in ("size", "buckets", "count")],
+        *[(name, _POINTER) for name in ("ring", "previous", "latest")],
+    ]
+
+
 class _Looking(ctypes.Structure):
     """``Looking`` of lookup.h."""
 
@@ -48,7 +60,7 @@ class _Looking(ctypes.Structure):
         *[(name, _INT) for name in ("batch", "stride", "nodes", "chain", "places", "longest", "shares")],
         *[(name, _DOUBLE) for name in ("floor", "edge_cost", "keep")],
         *[(name, _POINTER) for name in ("history", "positions", "before", "active", "right", "tried")],
-        *[(name, _POINTER) for name in ("tokens", "parents", "scores", "sizes", "depth")],
+        *[(name, _POINTER) for name in ("tokens", "parents", "scores", "sizes", "depth", "earlier")],
     ]
 
 
@@ -60,6 +72,7 @@ def look_up(
     right: Tensor,
     tried: Tensor,
     search: Search,
+    earlier: EarlierTexts | None = None,
 ) -> Draft:
     """Draft trees below the roots of these texts, see ``medusa.drafters.continuations``.
 
@@ -71,6 +84,7 @@ def look_up(
         right: float64 of shape ``search.kinds``: number of right guesses of each kind; it is updated.
         tried: The number of all guesses of each kind, in the same form; it is updated.
         search: The parameters.
+        earlier: Where to search; None = in the texts themselves.
     """
     assert history.stride(1) == 1, "the tokens of a text stand side by side"
     batch, positions, active = len(history), positions.contiguous(), active.contiguous()
@@ -81,6 +95,7 @@ def look_up(
         batch, history.stride(0), *search, history.data_ptr(), positions.data_ptr(),
         None if before is None else before.data_ptr(), active.data_ptr(), right.data_ptr(), tried.data_ptr(),
         trees.data_ptr(), trees[1].data_ptr(), scores.data_ptr(), ctypes.addressof(sizes), ctypes.addressof(depth),
+        None if earlier is None else ctypes.addressof(earlier),
     )  # fmt: skip
     kernels().medusa_lookup(ctypes.byref(looking))
     (tokens, parents), kept = trees, list(sizes)

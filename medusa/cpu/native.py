@@ -82,6 +82,7 @@ def kernels() -> ctypes.CDLL:
         "grow": [pointer, ctypes.c_int, number, number, pointer, pointer],
         "choose": [pointer, number],
         "lookup": [pointer],
+        "remember": [pointer, pointer, number],
         "losses": [pointer],
         "recur": [pointer],
         "convolve": [pointer],

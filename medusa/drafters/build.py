@@ -10,13 +10,13 @@ from medusa.acceptance.logits import Warper
 from medusa.base.model import BaseModel
 from medusa.cache import Observer
 from medusa.drafters.base import Drafter, PlainDrafter
-from medusa.drafters.continuations import Confidence
+from medusa.drafters.continuations import SEARCH, Confidence
 from medusa.drafters.early_exit import EarlyExitDrafter, ExitLayer
 from medusa.drafters.heads import HeadsDrafter
 from medusa.drafters.hybrid import HybridDrafter
 from medusa.drafters.model import WIDTH, ModelDrafter
-from medusa.drafters.ngram import KEPT, NgramCache, NgramDrafter
-from medusa.drafters.prompt_lookup import LOOKUP_GUESSES, SEARCH, PromptLookupDrafter
+from medusa.drafters.ngram import NgramCache, NgramDrafter
+from medusa.drafters.prompt_lookup import LOOKUP_GUESSES, PromptLookupDrafter
 from medusa.drafters.sampled import SampledHeadsDrafter
 from medusa.drafters.writers import MtpWriter, SmallModel, Writer
 from medusa.heads import DraftHeads
@@ -114,7 +114,7 @@ def _prompt_lookup(context: Context, nodes: int) -> Drafter:
 
 
 def _ngram(context: Context, nodes: int) -> Drafter:
-    return NgramDrafter(context.parts.ngrams, nodes, 1 if context.chain else KEPT)
+    return NgramDrafter(context.parts.ngrams, nodes, context.chain)
 
 
 def _heads(context: Context, nodes: int) -> Drafter:

@@ -14,8 +14,8 @@ from medusa.budget.policy import PLAIN, SIZES, Arm, Policy
 from medusa.cache import Observer
 from medusa.drafters.base import Drafter, PlainDrafter
 from medusa.drafters.build import Context, Parts, build, is_costly, is_drawn, missing, observers
+from medusa.drafters.continuations import SEARCH
 from medusa.drafters.early_exit import ExitLayer
-from medusa.drafters.ngram import ORDERS
 from medusa.drafters.own import OwnDrafter
 from medusa.heads import DraftHeads
 from medusa.sampling import DRAFTERS, SamplingParams, Speculation, sources
@@ -53,6 +53,7 @@ class Drafters:
     Attributes:
         parts: The available parts.
         named: Drafters with other heads, by the names of the heads.
+        remembering: Whether requests that name no drafter learn from each other's completions (``ngram``), on a CPU.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class Drafters:
         host_decides = not fixed_shapes and base.device.type == "cpu"
         self.parts = Parts(base, heads, draft_model, host_decides, ExitLayer(base))
         self.named: dict[str, Parts] = {}
+        self.remembering = False
         self._plain = PlainDrafter()
         self._policies: dict[tuple[str | None, tuple[str, ...], str, int], Policy] = {}
         self._kept: OrderedDict[tuple[str | None, str, int, Tree | None, Warper, bool], Drafter] = OrderedDict()
@@ -189,8 +191,8 @@ class Drafters:
             choices = self.choices(speculation, batch, rule)
             policy = self._policy(choices, speculation.heads, batch, rule)
             policy.observe(arm, len(output.tokens) - 1, output.seconds, steps)
-        if isinstance(name, str) and "ngram" in sources(name):
-            self.parts.ngrams.learn([*prompt[-max(ORDERS) :], *output.tokens])
+        if self._remembers if name is None else isinstance(name, str) and "ngram" in sources(name):
+            self.parts.ngrams.learn([*prompt[-SEARCH.longest :], *output.tokens])
 
     def explain(self, name: str | None) -> str:
         """One line on what drafts for one prompt if nodes are not set, and why."""
@@ -210,10 +212,15 @@ class Drafters:
     def _everyone(self, batch: int, heads: str | None) -> dict[str, Sequence[int]]:
         """The drafters to choose from if a request names none."""
         parts = self._parts(heads)
-        found: dict[str, Sequence[int]] = {name: SIZES for name in UNNAMED if missing(name, parts) is None}
+        more = "+ngram" * self._remembers
+        found: dict[str, Sequence[int]] = {name + more: SIZES for name in UNNAMED if missing(name, parts) is None}
         if self._alone_and_free("prompt-lookup", batch):
-            found["prompt-lookup"] = (self.parts.base.cheap_rows,)
+            found["prompt-lookup" + more] = (self.parts.base.cheap_rows,)
         return found
+
+    @property
+    def _remembers(self) -> bool:
+        return self.remembering and self.parts.host_decides
 
     def _policy(self, choices: Mapping[str, Sequence[int]], heads: str | None, batch: int, rule: BuiltRule) -> Policy:
         """The policy for these heads and drafters, this kind of rule, and this batch, rounded up to a power of two."""

@@ -1,4 +1,6 @@
-"""Continuations of earlier occurrences of a text's last tokens; kernels/lookup.h is the same in C++, for CPUs.
+"""Continuations of earlier occurrences of a text's last tokens, in it or in earlier texts.
+
+kernels/lookup.h is the same in C++, for CPUs.
 
 The weight of a place doubles with every matching token, and places with the same continuation are one guess. The kind
 of a guess is its number of matching tokens and its share of the weight. Its probability is the share of recent guesses
@@ -7,15 +9,17 @@ of this kind that were right (``Confidence``).
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy
 import torch
 from numpy.typing import NDArray
 
 from medusa.cpu.lookup import Search
-from medusa.drafters.merge import Node
+from medusa.drafters.merge import EDGE_COST, Node
 
+SEARCH = Search(nodes=0, chain=False, places=32, longest=16, shares=5, floor=0.0, edge_cost=EDGE_COST, keep=1 - 1 / 256)
+"""Limits of the search; each drafter has its own number of nodes and floor."""
 WEIGHT = 4
 """Number of guesses that the prior counts as."""
 
@@ -68,36 +72,54 @@ class Guess(NamedTuple):
     places: list[Place]
 
 
-def find_places(text: Row, search: Search) -> list[Place]:
-    """Find earlier places, the longest matches first, then the latest.
+class Texts(Protocol):
+    """Where continuations are looked for."""
 
-    Args:
-        text: int64 [T].
-        search: Limits of places and compared tokens.
-    """
-    at = numpy.flatnonzero(text[:-1] == text[-1])
-    match, longer = numpy.ones_like(at), numpy.arange(len(at))
-    for back in range(1, min(search.longest, len(text))):
-        longer = longer[at[longer] >= back]
-        longer = longer[text[at[longer] - back] == text[-1 - back]]
-        match[longer] += 1
-    order = numpy.lexsort((-at, -match))[: search.places]
-    return [Place(*pair) for pair in zip(at[order].tolist(), match[order].tolist(), strict=True)]
+    def find(self, text: Row, search: Search) -> list[Place]:
+        """Earlier places of the last tokens of a text, the longest matches first, then the latest.
+
+        Args:
+            text: int64 [T].
+            search: Limits of places and compared tokens.
+        """
+
+    def after(self, text: Row, place: Place, depth: int) -> int:
+        """The token at a depth behind a place, 0 = right after it; -1 = its text has ended."""
 
 
-def guesses(text: Row, places: Sequence[Place], depth: int, search: Search) -> list[Guess]:
-    """Guesses at a depth after the places; a continuation that reaches the text's end continues with the repetition.
+class OwnText:
+    """The text itself."""
+
+    def find(self, text: Row, search: Search) -> list[Place]:
+        """See ``Texts``."""
+        at = numpy.flatnonzero(text[:-1] == text[-1])
+        match, longer = numpy.ones_like(at), numpy.arange(len(at))
+        for back in range(1, min(search.longest, len(text))):
+            longer = longer[at[longer] >= back]
+            longer = longer[text[at[longer] - back] == text[-1 - back]]
+            match[longer] += 1
+        order = numpy.lexsort((-at, -match))[: search.places]
+        return [Place(*pair) for pair in zip(at[order].tolist(), match[order].tolist(), strict=True)]
+
+    def after(self, text: Row, place: Place, depth: int) -> int:
+        """See ``Texts``; a continuation that reaches the text's end continues with the repetition."""
+        return int(text[place.at + 1 + depth % (len(text) - 1 - place.at)])
+
+
+def guesses(text: Row, places: Sequence[Place], depth: int, search: Search, texts: Texts) -> list[Guess]:
+    """Guesses at a depth after the places.
 
     Args:
         text: int64 [T], the root last.
         places: Places, the longest match first.
         depth: 0 = the token right after them.
         search: Defines the kinds.
+        texts: Where the places are.
     """
     alike: dict[int, list[Place]] = {}
     for place in places:
-        token = int(text[place.at + 1 + depth % (len(text) - 1 - place.at)])
-        alike.setdefault(token, []).append(place)
+        if (token := texts.after(text, place, depth)) >= 0:
+            alike.setdefault(token, []).append(place)
     weights = [math.fsum(math.ldexp(1, place.match) for place in group) for group in alike.values()]
     whole = math.fsum(weights)
     found = []
@@ -107,27 +129,27 @@ def guesses(text: Row, places: Sequence[Place], depth: int, search: Search) -> l
     return found
 
 
-def judge(text: Row, root: int, confidence: Confidence, search: Search) -> None:
+def judge(text: Row, root: int, confidence: Confidence, search: Search, texts: Texts) -> None:
     """Observe which continuations of an earlier root were right, drafted or not."""
     before = text[: root + 1]
-    places = find_places(before, search)
+    places = texts.find(before, search)
     for depth, token in enumerate(text[root + 1 :].tolist()):
-        all_guesses, places = guesses(before, places, depth, search), []
+        all_guesses, places = guesses(before, places, depth, search, texts), []
         for guess in all_guesses:
             confidence.observe(guess.kind, guess.token == token, search.keep)
             if guess.token == token:
                 places = guess.places
 
 
-def grow(text: Row, confidence: Confidence, search: Search) -> list[Node]:
+def grow(text: Row, confidence: Confidence, search: Search, texts: Texts) -> list[Node]:
     """The tree of the most likely nodes below the last token of a text; only the root if there is no guess."""
     tree, waiting = [Node(int(text[-1]), 0, 0.0, 0)], list[tuple[float, int, Guess]]()
-    places = find_places(text, search)
+    places = texts.find(text, search)
     while True:
         node = len(tree) - 1
         scored = [
             (tree[node].score + (confidence.log(guess.kind) - search.edge_cost), node, guess)
-            for guess in guesses(text, places, tree[node].depth, search)
+            for guess in guesses(text, places, tree[node].depth, search, texts)
         ]
         scored = [one for one in scored if one[0] >= search.floor]
         waiting += [max(scored, key=lambda one: one[0])] if search.chain and scored else scored

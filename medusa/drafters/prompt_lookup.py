@@ -5,18 +5,14 @@ small models that repeat themselves, but not with new text, so it works best tog
 It is prompt lookup (Saxena 2023), by the longest match and by frequency as in suffix decoding (Oliaro et al. 2024).
 """
 
-import weakref
-
 import torch
-from torch import Tensor
 from torch.nn.functional import pad
 
 from medusa.cache import Cached
-from medusa.cpu import native
-from medusa.cpu.lookup import Search, look_up
 from medusa.drafters.base import Drafter
-from medusa.drafters.continuations import Confidence, grow, judge
-from medusa.drafters.merge import EDGE_COST, build, node_floor
+from medusa.drafters.continuations import SEARCH, Confidence, OwnText
+from medusa.drafters.merge import node_floor
+from medusa.drafters.search import TreeSearch
 from medusa.state import DecodeState
 from medusa.tree import Draft
 
@@ -24,8 +20,6 @@ LOOKUP_GUESSES = 10
 """Most tokens that are copied from the text, in addition to drafts of heads."""
 MAX_MATCH = 6
 """Number of compared tokens with fixed shapes."""
-SEARCH = Search(nodes=0, chain=False, places=32, longest=16, shares=5, floor=0.0, edge_cost=EDGE_COST, keep=1 - 1 / 256)
-"""Limits of the search without fixed shapes; each drafter has its own number of nodes and floor."""
 
 
 class PromptLookupDrafter(Drafter):
@@ -58,35 +52,13 @@ class PromptLookupDrafter(Drafter):
             raise ValueError(f"nodes ({nodes}) must be at least 2 for prompt lookup; give a larger tree budget")
         self.nodes, self.host_decides, self.recordable = nodes, host_decides, not host_decides
         floor = node_floor(nodes) if floor is None else floor
-        self._search = SEARCH._replace(nodes=nodes, chain=chain, floor=floor)
         self._confidence = confidence or Confidence(SEARCH)
-        self._last: tuple[weakref.ref[Tensor], Tensor] | None = None  # the text itself goes with its request
+        self._search = TreeSearch(SEARCH._replace(nodes=nodes, chain=chain, floor=floor), self._confidence, OwnText())
 
     def propose(self, state: DecodeState, _: Cached = (), /) -> Draft:
         """A tree below ``state.roots``, found in ``state.history``."""
-        if not (self.host_decides and state.roots.device.type == "cpu"):
-            return self._chains(state)
-        last, self._last = self._last, (weakref.ref(state.history), state.positions)
-        # If rows have joined or left, the last draft is not judged.
-        before = last[1] if last is not None and last[0]() is state.history else None
-        if native.reads_indices(state.history):
-            seen = self._confidence.right, self._confidence.tried
-            return look_up(state.history, state.positions, before, state.active, *seen, self._search)
-        return self._draft(state, before)
-
-    def _draft(self, state: DecodeState, before_B: Tensor | None) -> Draft:
-        """The same in Python."""
-        histories, active = state.history.numpy(), state.active.tolist()
-        texts = [text[: root + 1] for text, root in zip(histories, state.positions.tolist(), strict=True)]
-        for text, root, on in zip(texts, [] if before_B is None else before_B.tolist(), active, strict=False):
-            if on:
-                judge(text, root, self._confidence, self._search)
-        # With a single token there is no earlier place.
-        rows = [
-            grow(text if on else text[-1:], self._confidence, self._search)
-            for text, on in zip(texts, active, strict=True)
-        ]
-        return build(rows) if max(map(len, rows)) > 1 else Draft.chain(state.roots[:, None])
+        on_host = self.host_decides and state.roots.device.type == "cpu"
+        return self._search(state) if on_host else self._chains(state)
 
     def _chains(self, state: DecodeState) -> Draft:
         """The continuation of each sequence's best place, in shapes that depend on the history's only."""

@@ -4,7 +4,7 @@ from medusa import BaseModel, MedusaModel
 from medusa.acceptance import build_rule
 from medusa.budget.policy import PLAIN
 from medusa.drafters.build import is_drawn
-from medusa.drafters.ngram import ORDERS
+from medusa.drafters.continuations import SEARCH
 from medusa.sampling import SamplingParams, Speculation
 
 
@@ -30,5 +30,26 @@ def test_what_followed_the_end_of_a_prompt_is_learned(base, make_heads):
     prompt = list(range(3, 23))
     first = model.generate(prompt, max_new_tokens=6, ignore_eos=True, drafter="ngram").tokens
     again = MedusaModel(base, make_heads())
-    again.ngrams.learn([*prompt[-max(ORDERS) :], *first])
+    again.ngrams.learn([*prompt[-SEARCH.longest :], *first])
     assert len(model.ngrams) == len(again.ngrams)
+
+
+def test_who_remembers_drafts_from_what_was_completed_before_and_others_do_not(base, make_heads):
+    model, options = MedusaModel(base, make_heads()), {"max_new_tokens": 40, "ignore_eos": True}
+    assert not any("ngram" in name for name in model.drafters.choices())
+    first = model.generate([5, 6, 7], **options)
+    assert len(model.ngrams) == 0
+    model.drafters.remembering = True
+    assert set(model.drafters.choices()) == {"hybrid+ngram", "prompt-lookup+ngram"}
+    assert set(model.drafters.choices(batch=4)) == {"hybrid+ngram"}
+    model.generate([5, 6, 7], **options)
+    known = len(model.ngrams)
+    assert known > 40
+    again = model.generate([5, 6, 7], nodes=8, **options)
+    assert len(model.ngrams) > known
+    assert again.tokens == first.tokens
+    assert again.steps < first.steps / 2
+    model.generate([5, 6, 7], drafter="heads", nodes=8, **options)
+    more = model.with_heads({"other": make_heads(2)})
+    assert "hybrid+ngram" in more.drafters.choices(Speculation(heads="other"))
+    assert more.ngrams is model.ngrams

@@ -14,7 +14,7 @@ import pytest
 from fastapi import FastAPI
 
 from medusa.serve.listening import Server, bind, url
-from medusa.serve.server import main
+from medusa.serve.server import build_app, build_parser, main
 from tests.serve.live import serving
 
 ROOT = Path(__file__).parents[2]
@@ -104,6 +104,15 @@ def test_a_second_ctrl_c_that_interrupts_a_message_ends_the_process_too(monkeypa
         with pytest.raises(SystemExit) as ended:
             server.handle_exit(signal.SIGINT, None)
     assert ended.value.code == 130
+
+
+@pytest.mark.parametrize(("words", "remembers"), [([], True), (["--no-ngrams"], False)])
+def test_completions_are_remembered_unless_the_flag_says_no(speaker, monkeypatch, words, remembers):
+    model = speaker.with_heads({})
+    monkeypatch.setattr("medusa.serve.model_options.ModelOptions.load", lambda _: model)
+    build_app(build_parser().parse_args(words))
+    assert model.drafters.remembering is remembers
+    assert not speaker.drafters.remembering
 
 
 @pytest.mark.slow

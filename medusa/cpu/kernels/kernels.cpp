@@ -223,6 +223,12 @@ extern "C" int medusa_lookup(const Looking* at) {
     return outcome([&] { Lookup{*at}(); });
 }
 
+extern "C" int medusa_remember(Earlier* earlier, const int64_t* tokens, int64_t count) {
+    return outcome([&] {
+        for (int64_t i = 0; i < count; i++) earlier->add(tokens[i]);
+    });
+}
+
 extern "C" int medusa_recur(const Recurring* at) {
     return outcome([&] {
         const int64_t pieces = Recurrence::pieces(*at);

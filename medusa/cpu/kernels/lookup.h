@@ -1,9 +1,28 @@
-// Trees of what followed the last tokens of a text where they stood in it before; medusa/drafters/continuations.py holds
-// the same in Python.
+// Trees of what followed the last tokens of a text where they stood before, in it or in earlier texts;
+// medusa/drafters/continuations.py and ngram.py hold the same in Python.
 #pragma once
 #include <algorithm>
 #include <cmath>
 #include <vector>
+
+// Earlier texts, the last of them in a ring; -1 stands between two texts.
+struct Earlier {
+    int64_t size, buckets, count;  // places of the ring and lists of pairs, powers of two; tokens so far
+    int64_t *ring, *previous;      // [size] tokens; 1 + the place before of a pair of the same list, 0 = none
+    int64_t* latest;               // [buckets] 1 + the latest place of each list
+
+    int64_t token(int64_t place) const { return ring[place & (size - 1)]; }
+    int64_t list(int64_t first, int64_t second) const {
+        return int64_t((uint64_t(first) * 0x9E3779B97F4A7C15u + uint64_t(second) * 0xC2B2AE3D27D4EB4Fu) >> 32) & (buckets - 1);
+    }
+    void add(int64_t next) {
+        const int64_t place = count & (size - 1), before = count ? token(count - 1) : -1;
+        ring[place] = next, previous[place] = 0, count++;
+        if (before < 0 || next < 0) return;
+        int64_t& last = latest[list(before, next)];
+        previous[place] = last, last = count;
+    }
+};
 
 struct Looking {
     int64_t batch, stride;
@@ -16,9 +35,12 @@ struct Looking {
     int64_t *tokens, *parents;    // [batch, nodes]
     float* scores;                // [batch, nodes]
     int64_t *sizes, *depth;       // [batch] nodes of each tree, and the largest depth of all
+    const Earlier* earlier;       // where to search; null = in the text itself
 };
 
 class Lookup {
+    static constexpr int64_t MOST_LOOKS = 256;
+
     struct Place {
         int64_t at, match;
     };
@@ -43,7 +65,8 @@ class Lookup {
     std::vector<Place> places() const {
         std::vector<Place> found;
         int64_t whole = 0;
-        for (int64_t i = root - 1; i >= 0 && whole < at.places; i--) {
+        if (at.earlier) found = places_in(*at.earlier);
+        for (int64_t i = root - 1; !at.earlier && i >= 0 && whole < at.places; i--) {
             if (text[i] != text[root]) continue;
             int64_t match = 1;
             while (match < at.longest && match <= i && text[i - match] == text[root - match]) match++;
@@ -56,11 +79,36 @@ class Lookup {
         return found;
     }
 
-    // What followed these places so far behind them; a text that repeats itself goes on doing so.
+    // The same in earlier texts, of the latest places of the last two tokens.
+    std::vector<Place> places_in(const Earlier& texts) const {
+        std::vector<Place> found;
+        const int64_t oldest = std::max<int64_t>(0, texts.count - texts.size);
+        int64_t i = root < 1 ? -1 : texts.latest[texts.list(text[root - 1], text[root])] - 1, whole = 0;
+        for (int64_t looks = MOST_LOOKS; i > oldest && whole < at.places && looks > 0; looks--) {
+            int64_t match = 0;
+            while (match < at.longest && match <= std::min(root, i - oldest) && texts.token(i - match) == text[root - match])
+                match++;
+            if (match >= 2) whole += match == at.longest, found.push_back({i, match});
+            const int64_t before = texts.previous[i & (texts.size - 1)] - 1;
+            if (before >= i) break;  // it is being written over
+            i = before;
+        }
+        return found;
+    }
+
+    // The token so far behind a place: a text that repeats itself goes on doing so, an earlier one has an end (-1).
+    int64_t after(const Place& place, int64_t depth) const {
+        if (!at.earlier) return text[place.at + 1 + depth % (root - place.at)];
+        const int64_t next = place.at + 1 + depth;
+        return next < at.earlier->count ? at.earlier->token(next) : -1;
+    }
+
+    // What followed these places so far behind them.
     std::vector<Group> groups(const std::vector<Place>& places, int64_t depth) const {
         std::vector<Group> found;
         for (const Place& place : places) {
-            const int64_t token = text[place.at + 1 + depth % (root - place.at)];
+            const int64_t token = after(place, depth);
+            if (token < 0) continue;
             auto group = std::find_if(found.begin(), found.end(), [&](const Group& one) { return one.token == token; });
             if (group == found.end()) group = found.insert(group, {token, place.match, 0, {}});  // the longest comes first
             group->weight += std::ldexp(1.0, int(place.match)), group->places.push_back(place);
