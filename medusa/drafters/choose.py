@@ -12,6 +12,7 @@ from medusa.base.model import BaseModel
 from medusa.budget.auto import AutoDrafter
 from medusa.budget.policy import PLAIN, SIZES, Arm, Policy
 from medusa.cache import Observer
+from medusa.cpu import native
 from medusa.drafters.base import Drafter, PlainDrafter
 from medusa.drafters.build import Context, Parts, build, is_costly, is_drawn, missing, observers
 from medusa.drafters.continuations import SEARCH
@@ -53,7 +54,8 @@ class Drafters:
     Attributes:
         parts: The available parts.
         named: Drafters with other heads, by the names of the heads.
-        remembering: Whether requests that name no drafter learn from each other's completions (``ngram``), on a CPU.
+        remembering: Whether requests that name no drafter learn from each other's completions (``ngram``), on a CPU
+            with the kernels.
     """
 
     def __init__(
@@ -220,7 +222,7 @@ class Drafters:
 
     @property
     def _remembers(self) -> bool:
-        return self.remembering and self.parts.host_decides
+        return self.remembering and self.parts.host_decides and native.available()  # Python would search too slowly
 
     def _policy(self, choices: Mapping[str, Sequence[int]], heads: str | None, batch: int, rule: BuiltRule) -> Policy:
         """The policy for these heads and drafters, this kind of rule, and this batch, rounded up to a power of two."""

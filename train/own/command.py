@@ -188,7 +188,7 @@ def _parser() -> argparse.ArgumentParser:
     what = "prompts or conversations, in a file or a directory of them (default: the base writes prompts itself)"
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--prompts", default="", metavar="FILE", help=what)
-    what = "answers of the base, in a file or a directory of them, as medusa serve --record writes them (default: the "
+    what = "answers of the base, in a file or a directory of them, as a server records them (default: the "
     what += "base answers prompts)"
     source.add_argument("--answers", default="", metavar="FILE", help=what)
     what = "trained heads, a directory or their Hub id, whose training continues (default: new heads)"
