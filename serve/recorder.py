@@ -13,6 +13,7 @@ import secrets
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from medusa.data.exchange import Exchange, samples
@@ -73,21 +74,28 @@ class Recorder:
     def _write(self, line: bytes) -> None:
         """Append a line, whole or not at all."""
         if self._size + len(line) > self._part:
-            self._path = self._directory / f"recorded-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}.jsonl"
-            self._size = 0
+            now = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
+            self._path, self._size = self._directory / f"recorded-{now}-{secrets.token_hex(2)}.jsonl", 0
             self._remove_oldest()
         file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         try:
-            if os.write(file, line) < len(line):  # the disk is full
-                os.ftruncate(file, self._size)
+            if os.write(file, line) < len(line):
                 raise OSError(f"disk of {self._directory} is full; free space")
+            self._size += len(line)
+        except OSError:
+            os.ftruncate(file, self._size)
+            if not self._size:  # an empty file is no data
+                self._path.unlink()
+            raise
         finally:
             os.close(file)
-        self._size += len(line)
 
     def _remove_oldest(self) -> None:
         """Leave room for another file within the limit."""
-        sizes = {path: path.stat().st_size for path in sorted(self._directory.glob(PATTERN))}
+        sizes = {}
+        for path in sorted(self._directory.glob(PATTERN)):
+            with suppress(FileNotFoundError):  # another server has removed it
+                sizes[path] = path.stat().st_size
         room = self._most - self._part - sum(sizes.values())
         for path, size in sizes.items():
             if room < 0:

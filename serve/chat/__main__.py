@@ -51,7 +51,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--tree", metavar="FILE", help=text)
     text = "drafter and nodes from medusa bench tune, instead of --nodes and --drafter (default: none)"
     add("--settings", metavar="FILE", help=text)
-    text = "what the drafter ngram has learned; read at the start if the file exists, written at the end"
+    text = "completions to draft from (drafter ngram); read at the start if the file exists, written at the end"
     add("--ngrams", metavar="FILE", help=f"{text} (default: kept in memory)")
     text = "do not keep the lines that you type (default: they are kept in the cache directory for the next chat)"
     parser.add_argument("--no-history", action="store_true", help=text)
@@ -133,6 +133,7 @@ def _talk_to_model(args: argparse.Namespace, terminal: Terminal, settings: Gener
         model = options.load()
     if args.ngrams and Path(args.ngrams).exists():  # before drafters are made
         model.drafters.parts.ngrams = NgramCache.load(args.ngrams, vocab_size=model.base.vocab_size)
+    model.drafters.remembering = bool(args.ngrams)
     title = describe(model, options.heads_or_default())
     if settings.nodes is None and tree is None:
         title += "\n" + model.explain(settings.drafter)

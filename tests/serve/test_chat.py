@@ -9,6 +9,8 @@ import torch
 
 from medusa import MedusaModel, Tree
 from medusa.attention import BACKENDS
+from medusa.cpu import native
+from medusa.drafters.ngram import NgramCache
 from medusa.io.tree_file import save_tree
 from medusa.serve.chat import __main__ as chat
 from medusa.serve.chat.remote import RemoteModel
@@ -77,6 +79,18 @@ def test_a_static_tree_reaches_the_model(say, heads, tmp_path, capsys):
     save_tree(Tree.chain(4), path)
     say(b"hello\n", "--heads", heads, "--tree", path)
     assert "tree depth (4) exceeds the number of heads (3)" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not native.available(), reason="no compiler")
+def test_completions_are_drafted_from_in_the_next_chat(say, heads, tmp_path, capsys):
+    told = []
+    for _ in range(2):
+        assert say(b"hello\n", "--heads", heads, "--ngrams", tmp_path / "ngrams") == 0
+        told.append(capsys.readouterr())
+        told.append(len(NgramCache.load(tmp_path / "ngrams")))
+    assert told[0].out == told[2].out
+    assert 0 < told[1] < told[3]
+    assert "hybrid+ngram" in told[0].err
 
 
 def test_flags_reach_the_answer(say, heads, capsys):

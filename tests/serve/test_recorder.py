@@ -73,7 +73,7 @@ def test_what_is_not_recorded(live, tmp_path):
 def test_the_oldest_files_make_room_and_others_stay(tmp_path, monkeypatch):
     names = iter(f"{number:02d}" for number in range(1000))
     monkeypatch.setattr(recording.secrets, "token_hex", lambda _: next(names))
-    monkeypatch.setattr(recording.time, "strftime", lambda _: "now")
+    monkeypatch.setattr(recording.time, "strftime", lambda *_: "now")
     (tmp_path / "mine.jsonl").write_text("{}\n")
     recorder = Recorder(tmp_path, 4000)
     for number in range(300):
@@ -96,6 +96,11 @@ def test_a_full_disk_leaves_no_half_of_a_line_and_costs_no_later_one(tmp_path, m
     def add(first):
         recorder._write(json.dumps([first]).encode() + b"\n")
 
+    full[0] = 2
+    with pytest.raises(OSError, match="is full; free space"):
+        add(0)
+    assert not list(tmp_path.iterdir()), "no empty file"
+    full[0] = 1
     add(1)
     full[0] = 2
     for _ in range(2):
