@@ -4,6 +4,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Iterator
+from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from medusa.data.shapes import KNOWN
 LOGGER = logging.getLogger("medusa.data")
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
+RECORDED = "recorded-*.jsonl"
+"""Names of the files that a server writes (``medusa serve --record``)."""
 DESCRIPTIONS = ("dataset_infos.json",)
 """Files of the Hub's repositories that hold no samples."""
 PARQUET_ROWS = 1024
@@ -75,7 +78,7 @@ def file_records(path: str | Path) -> Iterator[Placed]:
 
 
 def _lines(file: Path) -> Iterator[Placed]:
-    """Records of a file of JSON lines; the last one may be unfinished, where a server is writing it."""
+    """Records of a file of JSON lines; where a server writes them, the last one may be unfinished."""
     with file.open("rb") as stream:
         for number, line in enumerate(stream, start=1):
             if line.strip():
@@ -83,7 +86,7 @@ def _lines(file: Path) -> Iterator[Placed]:
                 try:
                     record = _parse(place, line)
                 except ValueError as error:
-                    if number == 1 or line.endswith(b"\n"):
+                    if not fnmatch(file.name, RECORDED) or line.endswith(b"\n"):
                         raise
                     LOGGER.warning("an unfinished last line is left out: %s", error)
                     return

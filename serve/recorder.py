@@ -17,10 +17,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from medusa.data.exchange import Exchange, samples
+from medusa.data.files import RECORDED
 
 logger = logging.getLogger(__name__)
 
-PATTERN = "recorded-*.jsonl"
 PARTS, LARGEST = 8, 64 << 20
 """Least number of files that share the limit, and most bytes of one; whole files are removed, the oldest first."""
 MOST_WAITING = 10_000
@@ -32,7 +32,7 @@ class Recorder:
 
     Args:
         directory: Where they are written, in files that only this user can read. Several servers can share it.
-        most: Most bytes of all files together.
+        most: Most bytes of all files together; servers that share a directory exceed it by up to an eighth each.
 
     Raises:
         OSError: The directory cannot be made or written.
@@ -64,7 +64,8 @@ class Recorder:
         while (exchange := self._waiting.get()) is not None:
             line = json.dumps(samples([exchange])[0], separators=(",", ":")).encode() + b"\n"
             try:
-                self._write(line)
+                if len(line) <= self._most:
+                    self._write(line)
                 self._failing = False
             except OSError as error:
                 if not self._failing:
@@ -76,27 +77,28 @@ class Recorder:
         if self._size + len(line) > self._part:
             now = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
             self._path, self._size = self._directory / f"recorded-{now}-{secrets.token_hex(2)}.jsonl", 0
-            self._remove_oldest()
+            self._remove_oldest(max(self._part, len(line)))
         file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        before = os.fstat(file).st_size  # 0 also if another server has removed it meanwhile
         try:
             if os.write(file, line) < len(line):
                 raise OSError(f"disk of {self._directory} is full; free space")
-            self._size += len(line)
+            self._size = before + len(line)
         except OSError:
-            os.ftruncate(file, self._size)
-            if not self._size:  # an empty file is no data
+            os.ftruncate(file, before)
+            if not before:  # an empty file is no data
                 self._path.unlink()
             raise
         finally:
             os.close(file)
 
-    def _remove_oldest(self) -> None:
-        """Leave room for another file within the limit."""
+    def _remove_oldest(self, needed: int) -> None:
+        """Leave room for so many bytes within the limit."""
         sizes = {}
-        for path in sorted(self._directory.glob(PATTERN)):
+        for path in sorted(self._directory.glob(RECORDED)):
             with suppress(FileNotFoundError):  # another server has removed it
                 sizes[path] = path.stat().st_size
-        room = self._most - self._part - sum(sizes.values())
+        room = self._most - needed - sum(sizes.values())
         for path, size in sizes.items():
             if room < 0:
                 path.unlink(missing_ok=True)

@@ -37,7 +37,7 @@ class Parts:
         draft_model: A smaller model with the same tokens, prepared for decoding; None = there is none.
         host_decides: Whether the host may choose shapes in each step (on a CPU, where shapes and reading are free).
         exit_layer: Chooses the exit layer of early exit.
-        ngrams: The n-gram cache of requests that name "ngram".
+        ngrams: The completions that "ngram" drafts from.
         confidence: Shares of right guesses of prompt lookup.
     """
 

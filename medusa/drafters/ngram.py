@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from threading import Lock
 
+import numpy
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -26,7 +27,7 @@ from medusa.state import DecodeState
 from medusa.tree import Draft
 
 CAPACITY = 1 << 20
-"""Most tokens of a cache, about 25 MB."""
+"""Most tokens of a cache, 19 MB once it is full."""
 BUCKETS = 4
 """Tokens for each list of places of pairs."""
 MOST_LOOKS = 256
@@ -56,7 +57,8 @@ class NgramCache:
         if capacity < 1:
             raise ValueError(f"capacity ({capacity}) of the n-gram cache must be at least 1 token; raise it")
         size = max(2 * SEARCH.longest, 1 << (capacity - 1).bit_length())
-        zeros = (torch.zeros(count, dtype=torch.int64) for count in (size, size, size // BUCKETS))  # no memory yet
+        # Numpy's zeros take memory only where they are written.
+        zeros = (torch.from_numpy(numpy.zeros(count, numpy.int64)) for count in (size, size, size // BUCKETS))
         self._ring, self._previous, self._latest = zeros
         self.texts = EarlierTexts(
             size, size // BUCKETS, 0, self._ring.data_ptr(), self._previous.data_ptr(), self._latest.data_ptr()

@@ -34,8 +34,8 @@ class TreeSearch:
         last, self._last = self._last, (weakref.ref(state.history), state.positions)
         # If rows have joined or left, the last draft is not judged.
         before = last[1] if last is not None and last[0]() is state.history else None
-        device, history = state.roots.device, state.history.cpu()
-        positions, active = state.positions.cpu(), state.active.cpu()
+        device, positions, active = state.roots.device, state.positions.cpu(), state.active.cpu()
+        history = state.history if device.type == "cpu" else state.history[:, : int(positions.max()) + 1].cpu()
         before = None if before is None else before.cpu()
         if native.reads_indices(history):
             seen = self._confidence.right, self._confidence.tried

@@ -49,7 +49,9 @@ def test_who_remembers_drafts_from_what_was_completed_before_and_others_do_not(b
     assert len(model.ngrams) > known
     assert again.tokens == first.tokens
     assert again.steps < first.steps / 2
+    known = len(model.ngrams)
     model.generate([5, 6, 7], drafter="heads", nodes=8, **options)
+    assert len(model.ngrams) == known
     more = model.with_heads({"other": make_heads(2)})
     assert "hybrid+ngram" in more.drafters.choices(Speculation(heads="other"))
     assert more.ngrams is model.ngrams

@@ -7,9 +7,10 @@ import stat
 
 import pytest
 
+from medusa.data.files import file_records
 from medusa.data.sources import read_samples
 from medusa.serve import recorder as recording
-from medusa.serve.recorder import PARTS, PATTERN, Recorder
+from medusa.serve.recorder import PARTS, RECORDED, Recorder
 from medusa.serve.server import build_parser, main
 from tests.serve.live import serving
 
@@ -18,7 +19,7 @@ CHAT, COMPLETIONS = "v1/chat/completions", "v1/completions"
 
 def lines(directory):
     """All records, in the order of their files."""
-    return [json.loads(line) for path in sorted(directory.glob(PATTERN)) for line in path.open()]
+    return [json.loads(line) for path in sorted(directory.glob(RECORDED)) for line in path.open()]
 
 
 @pytest.fixture
@@ -48,7 +49,7 @@ def test_records_are_the_tokens_that_were_read_and_written_at_every_endpoint(liv
     decoded = {speaker.base.tokenizer.decode(ids, skip_special_tokens=True) for ids in answers[2:4]}
     assert decoded == {choice.text for choice in sampled.choices}
     assert answers[4] == speaker.generate(prompt[1], max_new_tokens=4).tokens
-    (file,) = (tmp_path / "kept").glob(PATTERN)
+    (file,) = (tmp_path / "kept").glob(RECORDED)
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     assert stat.S_IMODE((tmp_path / "kept").stat().st_mode) == 0o700
     samples = read_samples(tmp_path / "kept", speaker.base.tokenizer)
@@ -79,12 +80,45 @@ def test_the_oldest_files_make_room_and_others_stay(tmp_path, monkeypatch):
     for number in range(300):
         recorder.add([number], [1, 2])
     recorder.close()
-    files = sorted(tmp_path.glob(PATTERN))
+    files = sorted(tmp_path.glob(RECORDED))
     assert 2 < len(files) <= PARTS
     assert sum(path.stat().st_size for path in files) <= 4000
     last = [record["input_ids"][0] for record in lines(tmp_path)]
     assert last == list(range(last[0], 300))
     assert (tmp_path / "mine.jsonl").exists()
+
+
+def test_a_record_may_be_longer_than_a_file_but_not_than_all(tmp_path):
+    recorder = Recorder(tmp_path, 4000)
+    for number in range(20):
+        recorder.add([1], [number] * 500)
+        recorder.add([2], [number] * 5000)
+    recorder.close()
+    assert 0 < sum(path.stat().st_size for path in tmp_path.glob(RECORDED)) <= 4000
+    assert {record["input_ids"][0] for record in lines(tmp_path)} == {1}
+
+
+def test_a_file_that_another_server_removes_is_begun_again(tmp_path, monkeypatch):
+    recorder = Recorder(tmp_path, 1 << 20)
+    recorder._write(b"[1]\n")
+    next(tmp_path.glob(RECORDED)).unlink()
+    with monkeypatch.context() as patch:
+        patch.setattr(recording.os, "write", lambda *_: 1)
+        with pytest.raises(OSError, match="is full"):
+            recorder._write(b"[2]\n")
+    recorder._write(b"[3]\n")
+    assert lines(tmp_path) == [[3]]
+
+
+def test_a_file_that_is_being_written_can_be_read(tmp_path, caplog):
+    path = tmp_path / "recorded-1.jsonl"
+    path.write_text('{"input_ids": [1, 2], "loss_mask": [0, 1]}\n{"input_i')
+    with caplog.at_level(logging.WARNING):
+        assert len([*file_records(tmp_path)]) == 1
+    assert "an unfinished last line is left out" in caplog.text
+    path.rename(tmp_path / "mine.jsonl")
+    with pytest.raises(ValueError, match="line 2: not JSON"):
+        [*file_records(tmp_path)]
 
 
 def test_a_full_disk_leaves_no_half_of_a_line_and_costs_no_later_one(tmp_path, monkeypatch, caplog):

@@ -13,7 +13,7 @@ from medusa.train.own import measure
 from medusa.train.own.answers import GIVEN, HELDOUT
 from medusa.train.own.command import main
 from medusa.train.own.estimate import make_plan
-from medusa.train.own.given import KIND, answering, read_given, write_given
+from medusa.train.own.given import KIND, answering, longest, read_given, write_given
 from medusa.train.own.plan import Asked, Plan
 from medusa.train.own.settings import Facts, continued_values, shape_values
 from tests.train.jobs import metrics
@@ -53,8 +53,19 @@ def test_turns_of_a_conversation_are_one_and_what_repeats_is_told_once(base: Bas
 
 def test_too_few_are_refused(base: BaseModel, tmp_path: Path) -> None:
     record(tmp_path, distinct(39) * 2)
-    with pytest.raises(ValueError, match="hold 39 different conversations, and at least 40 are needed, 8 of which"):
+    with pytest.raises(
+        ValueError, match="hold 39 different conversations with a prompt, and at least 40 are needed, 8 of which"
+    ):
         read_given(str(tmp_path), base.tokenizer, base.vocab_size)
+
+
+def test_texts_without_a_prompt_are_left_out_and_rows_hold_long_ones(base: BaseModel, tmp_path: Path) -> None:
+    path = record(tmp_path / "traffic", [*distinct(38), ([1, 2], [3] * 240), ([2, 2], [3] * 240)])
+    with (path / "more.jsonl").open("w") as file:
+        file.write('{"input_ids": [1, 2, 3], "loss_mask": [1, 1, 1]}\n' * 2)
+    found = read_given(str(path), base.tokenizer, base.vocab_size)
+    assert len(found) == 40
+    assert longest(found) == 242, "rows as long as this one cut few"
 
 
 def plan_of(conversations: int, heldout: int) -> Plan:

@@ -319,9 +319,9 @@ def test_odd_bases_without_a_template_are_measured_and_answer(
     model = measure.load(asks.base, plan.dtype)
     asked.write_prompts(plan, model, tmp_path, lambda *_: None)
     sides = asked.division(plan, model, tmp_path, [])
-    assert not answered(tmp_path)
+    assert not answered(plan, tmp_path)
     answer(plan, model, tmp_path, *sides, lambda done, _: told.append(done))
-    assert answered(tmp_path)
+    assert answered(plan, tmp_path)
     assert told == sorted(told)
     assert told[-1] == 1
     written = [len((tmp_path / name).read_text().splitlines()) for name in (f"{TRAIN}/greedy.jsonl", HELDOUT)]

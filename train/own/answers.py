@@ -23,10 +23,10 @@ def answer_settings(most: int) -> tuple[Settings, Settings]:
     return Settings(most), Settings(most, temperature=0.8, top_p=0.95)
 
 
-def answered(out: Path) -> bool:
-    """Whether all answers exist."""
-    there = {name for name in (HELDOUT, GREEDY, DRAWN, GIVEN) if (out / name).exists()}
-    return there >= {HELDOUT, GIVEN} or there >= {HELDOUT, GREEDY, DRAWN}
+def answered(plan: Plan, out: Path) -> bool:
+    """Whether all answers of a plan exist."""
+    names = (GIVEN, HELDOUT) if plan.asked.answers else (GREEDY, DRAWN, HELDOUT)
+    return all((out / name).exists() for name in names)
 
 
 def answer(

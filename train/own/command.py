@@ -64,7 +64,7 @@ def _make(options: argparse.Namespace, screen: Screen, began: float) -> None:
     plan = Plan.load(out, asked)
     if plan is not None:
         screen.say(f"{out}: going on with the run that was begun there")
-    if plan is None or not answered(out):
+    if plan is None or not answered(plan, out):
         plan = _answers(asked, plan, out, found, screen, began)
     recipe = write_recipe(plan, out)
     if not finished(recipe, out):
@@ -114,14 +114,14 @@ def _answers(asked: Asked, plan: Plan | None, out: Path, found: list[Prompt], sc
     """The stages that need the base in this process: the plan, if there is none, prompts and answers."""
     from transformers.utils.logging import disable_progress_bar
 
-    from medusa.train.own.answers import answer, answered
+    from medusa.train.own.answers import answer
     from medusa.train.own.asked import division, write_prompts
     from medusa.train.own.measure import free, load
 
     disable_progress_bar()
     if plan is None:
         plan = _planned(asked, out, found, screen, began)
-    if answered(out):
+    if asked.answers:
         return plan
     with screen.stage("prompts", plan.seconds["prompts"]) as tell:
         model = load(asked.base, plan.dtype)

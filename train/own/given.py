@@ -25,13 +25,14 @@ KIND = "given answers"
 def read_given(path: str, tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> list[Sample]:
     """The conversations of a file or directory in the order of its records.
 
-    A record that another one continues, or repeats, becomes part of it: each turn of a conversation is a request.
+    A record that another one continues, or repeats, becomes part of it: each turn of a conversation is a request. Texts
+    without a prompt are left out.
 
     Raises:
         OSError: There is no such file.
         ValueError: A record is not a sample, or there are too few.
     """
-    found = list(samples(Source(path), tokenizer, vocabulary))
+    found = [sample for sample in samples(Source(path), tokenizer, vocabulary) if not sample.loss_mask[0]]
     texts = [sample.input_ids.numpy().astype(">i4").tobytes() for sample in found]  # in the order of their tokens
     kept = dict(enumerate(found))
     for here, after in pairwise(sorted(kept, key=texts.__getitem__)):  # what continues a text stands right after it
@@ -41,8 +42,9 @@ def read_given(path: str, tokenizer: PreTrainedTokenizerBase, vocabulary: int) -
             kept[after] = replace(kept[after], loss_mask=longer)
     if len(kept) < FEWEST + LEAST_HELD_OUT:
         raise ValueError(
-            f"answers ({path}) hold {len(kept)} different conversations, and at least {FEWEST + LEAST_HELD_OUT} are "
-            f"needed, {LEAST_HELD_OUT} of which are held out; record more, or leave --answers out"
+            f"answers ({path}) hold {len(kept)} different conversations with a prompt, and at least "
+            f"{FEWEST + LEAST_HELD_OUT} are needed, {LEAST_HELD_OUT} of which are held out; record more, or leave "
+            "--answers out"
         )
     return [kept[number] for number in sorted(kept)]
 
@@ -56,6 +58,11 @@ def answering(given: Sequence[Sample]) -> Answering:
         for sample, count in zip(some, marked, strict=True)
     ]
     return Answering(0.0, 0.0, 0, sum(marked) / len(marked), 1.0, texts)
+
+
+def longest(given: Sequence[Sample]) -> int:
+    """95th percentile of their tokens."""
+    return sorted(len(sample.input_ids) for sample in given)[len(given) * 19 // 20]
 
 
 def write_given(plan: Plan, given: Sequence[Sample], out: Path) -> None:

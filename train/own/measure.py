@@ -15,7 +15,7 @@ from medusa.base.model import BaseModel
 from medusa.base.names import full_name, resolve_base
 from medusa.clock import machine_memory
 from medusa.cpu import native
-from medusa.data.exchange import Prompt
+from medusa.data.exchange import BATCH, Prompt
 from medusa.data.prompts import fitting
 from medusa.data.sources import Sample
 from medusa.formats import load_heads
@@ -94,7 +94,8 @@ def measure(asked: Asked, found: Sequence[Prompt], out: Path, processes: int, be
     facts, given = Facts.of(model.base, processes), list[Sample]()
     if asked.answers:
         given = given_answers.read_given(asked.answers, model.base.tokenizer, model.base.vocab_size)
-        found = [Prompt(ids=tuple(sample.prompt)) for sample in given]
+        found = [Prompt(ids=tuple(sample.prompt)) for sample in given[-BATCH:]]
+    known = len(given or found)
     kind = given_answers.KIND if given else kind_of(model, asked.prompts)
     dtype = training_dtype(model.base, facts)
     if dtype == "float32" and slow_in_bfloat16(model.base.device) and not model.base.packed:
@@ -111,7 +112,7 @@ def measure(asked: Asked, found: Sequence[Prompt], out: Path, processes: int, be
     answers_in, turns = str(model.base.dtype).removeprefix("torch."), fmean(len(p.asked) or 1 for p in prompts)
     del model
     free()
-    longest = answers.longest_prompt + facts.answer_tokens
+    longest = given_answers.longest(given) if given else answers.longest_prompt + facts.answer_tokens
     shape = {"base.name": asked.base, "base.dtype": dtype, **shape_values(facts, longest)}
     if asked.heads:
         shape |= continued_values(asked.heads, load_heads(fetch_heads(asked.heads)).config, shape)
@@ -121,7 +122,7 @@ def measure(asked: Asked, found: Sequence[Prompt], out: Path, processes: int, be
         dtype=answers_in,
         shape=shape,
         turns=turns,
-        most=len(found) - held_out(len(found)) if found else MOST_CODE if kind == CODE else MOST,
+        most=known - held_out(known) if known else MOST_CODE if kind == CODE else MOST,
         alone=alone,
         answers=answers,
         prompts=own if own and own.ends >= LEAST_ENDED else None,
