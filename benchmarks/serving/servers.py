@@ -50,7 +50,8 @@ def places(environments: Path, model: str, heads: str | None) -> dict[str, Place
     vllm = [str(environments / "vllm/bin/python"), "-m", "vllm.entrypoints.openai.api_server"]
     transformers = [str(environments / "hfserve/bin/transformers"), "serve", model, "--continuous-batching"]
     transformers += ["--cb-num-blocks", "256", "--cb-max-batch-tokens", "1024"]  # or cache and mask take 13 of 24 GB
-    own = Place([*ours, "--dtype", "bfloat16", "--port", "{port}"], "smollm2", True, TWO_THREADS)
+    # Prompts come again in later rounds, and drafts from their earlier answers would be right by heart.
+    own = Place([*ours, "--dtype", "bfloat16", "--no-ngrams", "--port", "{port}"], "smollm2", True, TWO_THREADS)
     return {
         "ours": own,
         "ours-plain": own._replace(more={"speculation": {"enabled": False}}),
