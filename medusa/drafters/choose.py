@@ -193,7 +193,8 @@ class Drafters:
             choices = self.choices(speculation, batch, rule)
             policy = self._policy(choices, speculation.heads, batch, rule)
             policy.observe(arm, len(output.tokens) - 1, output.seconds, steps)
-        if self._remembers if name is None else isinstance(name, str) and "ngram" in sources(name):
+        learns = self._remembers if name is None else isinstance(name, str) and "ngram" in sources(name)
+        if learns:
             self.parts.ngrams.learn([*prompt[-SEARCH.longest :], *output.tokens])
 
     def explain(self, name: str | None) -> str:

@@ -15,7 +15,7 @@ import numpy
 import torch
 from numpy.typing import NDArray
 
-from medusa.cpu.lookup import Search
+from medusa.cpu.lookup import EarlierTexts, Search
 from medusa.drafters.merge import EDGE_COST, Node
 
 SEARCH = Search(nodes=0, chain=False, places=32, longest=16, shares=5, floor=0.0, edge_cost=EDGE_COST, keep=1 - 1 / 256)
@@ -75,6 +75,10 @@ class Guess(NamedTuple):
 class Texts(Protocol):
     """Where continuations are looked for."""
 
+    @property
+    def tables(self) -> EarlierTexts | None:
+        """The same for the C++ search; None = the text itself."""
+
     def find(self, text: Row, search: Search) -> list[Place]:
         """Earlier places of the last tokens of a text, the longest matches first, then the latest.
 
@@ -89,6 +93,8 @@ class Texts(Protocol):
 
 class OwnText:
     """The text itself."""
+
+    tables = None
 
     def find(self, text: Row, search: Search) -> list[Place]:
         """See ``Texts``."""

@@ -49,7 +49,7 @@ class NgramCache:
         capacity: Most tokens; it is raised to a power of two.
 
     Attributes:
-        texts: The tables, for the C++ search.
+        tables: The tables, for the C++ search.
         confidence: Shares of right guesses.
     """
 
@@ -60,7 +60,7 @@ class NgramCache:
         # Numpy's zeros take memory only where they are written.
         zeros = (torch.from_numpy(numpy.zeros(count, numpy.int64)) for count in (size, size, size // BUCKETS))
         self._ring, self._previous, self._latest = zeros
-        self.texts = EarlierTexts(
+        self.tables = EarlierTexts(
             size, size // BUCKETS, 0, self._ring.data_ptr(), self._previous.data_ptr(), self._latest.data_ptr()
         )
         self.confidence = Confidence(SEARCH)
@@ -68,14 +68,14 @@ class NgramCache:
 
     def __len__(self) -> int:
         """Number of tokens, ends of texts included."""
-        return min(self.texts.count, self.texts.size)
+        return min(self.tables.count, self.tables.size)
 
     def learn(self, tokens: Sequence[int]) -> None:
         """Add a text."""
         ids = torch.tensor([*tokens, END], dtype=torch.int64)
         with self._lock:
             if native.available():
-                native.kernels().medusa_remember(ctypes.byref(self.texts), ids.data_ptr(), len(ids))
+                native.kernels().medusa_remember(ctypes.byref(self.tables), ids.data_ptr(), len(ids))
                 return
             for token in ids.tolist():
                 self._add(token)
@@ -90,7 +90,7 @@ class NgramCache:
 
     def find(self, text: Row, search: Search) -> list[Place]:
         """Earlier places of a text's last two tokens, the longest matches first, then the latest."""
-        texts, found, whole = self.texts, list[Place](), 0
+        texts, found, whole = self.tables, list[Place](), 0
         oldest, root = max(0, texts.count - texts.size), len(text) - 1
         at = int(self._latest[self._list(int(text[-2]), int(text[-1]))]) - 1 if root else -1
         for _ in range(MOST_LOOKS):
@@ -113,17 +113,17 @@ class NgramCache:
     def after(self, _: Row, place: Place, depth: int) -> int:
         """The token so far behind a place; -1 = its text has ended."""
         following = place.at + 1 + depth
-        return self._token(following) if following < self.texts.count else END
+        return self._token(following) if following < self.tables.count else END
 
     def _token(self, place: int) -> int:
-        return int(self._ring[place & (self.texts.size - 1)])
+        return int(self._ring[place & (self.tables.size - 1)])
 
     def _list(self, first: int, second: int) -> int:
         mixed = (first * MIX[0] + second * MIX[1]) & (1 << 64) - 1
-        return mixed >> 32 & (self.texts.buckets - 1)
+        return mixed >> 32 & (self.tables.buckets - 1)
 
     def _add(self, token: int) -> None:
-        texts = self.texts
+        texts = self.tables
         place, before = texts.count & (texts.size - 1), self._token(texts.count - 1) if texts.count else END
         self._ring[place], self._previous[place] = token, 0
         texts.count += 1
@@ -135,8 +135,8 @@ class NgramCache:
     def save(self, path: str | Path) -> None:
         """Write the texts as one safetensors file, atomically."""
         with self._lock:
-            places = torch.arange(self.texts.count - len(self), self.texts.count)
-            tokens = self._ring[places & (self.texts.size - 1)].int()
+            places = torch.arange(self.tables.count - len(self), self.tables.count)
+            tokens = self._ring[places & (self.tables.size - 1)].int()
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, lambda beside: save_file({"texts": tokens}, beside, metadata={"format": FORMAT}))
@@ -164,7 +164,7 @@ class NgramCache:
             raise
         except Exception as error:
             raise ValueError(f"n-gram cache ({path}) cannot be read: {error}; save it again") from error
-        largest = max(tokens.tolist(), default=0)
+        largest = int(tokens.max()) if len(tokens) else 0
         if vocab_size is not None and largest >= vocab_size:
             raise ValueError(
                 f"n-gram cache ({path}) holds token {largest}, and the base has {vocab_size} tokens: it was saved with"
@@ -189,7 +189,7 @@ class NgramDrafter(Drafter):
             raise ValueError(f"nodes ({nodes}) must be at least 2 for an n-gram cache; give a larger tree budget")
         self.nodes = nodes
         search = SEARCH._replace(nodes=nodes, chain=chain, floor=node_floor(nodes))
-        self._search = TreeSearch(search, cache.confidence, cache, cache.texts)
+        self._search = TreeSearch(search, cache.confidence, cache)
 
     def propose(self, state: DecodeState, _: Cached = (), /) -> Draft:
         """A tree below ``state.roots``; only the root if nothing like its text is known."""

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from medusa.cpu import native
-from medusa.cpu.lookup import EarlierTexts, Search, look_up
+from medusa.cpu.lookup import Search, look_up
 from medusa.drafters.continuations import Confidence, Texts, grow, judge
 from medusa.drafters.merge import build
 from medusa.state import DecodeState
@@ -20,13 +20,10 @@ class TreeSearch:
         search: The parameters.
         confidence: Shares of right guesses.
         texts: Where to search.
-        earlier: The same for the C++ search, if ``texts`` are earlier texts.
     """
 
-    def __init__(
-        self, search: Search, confidence: Confidence, texts: Texts, earlier: EarlierTexts | None = None
-    ) -> None:
-        self._search, self._confidence, self._texts, self._earlier = search, confidence, texts, earlier
+    def __init__(self, search: Search, confidence: Confidence, texts: Texts) -> None:
+        self._search, self._confidence, self._texts = search, confidence, texts
         self._last: tuple[weakref.ref[Tensor], Tensor] | None = None  # the text itself goes with its request
 
     def __call__(self, state: DecodeState) -> Draft:
@@ -39,7 +36,7 @@ class TreeSearch:
         before = None if before is None else before.cpu()
         if native.reads_indices(history):
             seen = self._confidence.right, self._confidence.tried
-            draft = look_up(history, positions, before, active, *seen, self._search, self._earlier)
+            draft = look_up(history, positions, before, active, *seen, self._search, self._texts.tables)
         else:
             draft = self._draft(history, positions, before, active)
         if device.type == "cpu":

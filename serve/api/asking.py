@@ -79,9 +79,8 @@ def ask(service: Service, body: Sampling, wanted: Wanted, client: str) -> list[A
         params = _params(body, wanted, _longest(wanted, len(prompt), context), bias)
         for number in range(body.n or 1):
             seeded = replace(params, seed=(seed + number) % 2**63)
-            found.append(
-                Asked(prompt, seeded, speculation, wanted.constraint, client, priority, timeout, text, recorded)
-            )
+            asked = prompt, seeded, speculation, wanted.constraint, client, priority, timeout, text, recorded
+            found.append(Asked(*asked))
     return found
 
 

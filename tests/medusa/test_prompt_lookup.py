@@ -99,6 +99,15 @@ def test_trees_hold_the_likeliest_continuations(base, language):
     assert 0 in guesses and 7 in guesses, "both must have been seen"
 
 
+def assert_same(ours, theirs):
+    """Two drafts are equal, their scores too."""
+    assert ours.row_sizes == theirs.row_sizes
+    assert ours.depth == theirs.depth
+    assert torch.equal(ours.tokens, theirs.tokens)
+    assert torch.equal(ours.parents, theirs.parents)
+    assert ours.scores is None or torch.equal(ours.scores, theirs.scores)
+
+
 @pytest.mark.skipif(not native.available(), reason="no compiler")
 @pytest.mark.parametrize("chain", [False, True])
 def test_both_languages_draft_and_learn_the_same(base, monkeypatch, chain):
@@ -115,11 +124,7 @@ def test_both_languages_draft_and_learn_the_same(base, monkeypatch, chain):
         with monkeypatch.context() as patch:
             patch.setattr(native, "reads_indices", lambda *tensors: False)
             theirs = both[1].propose(state)
-        assert ours.row_sizes == theirs.row_sizes
-        assert ours.depth == theirs.depth
-        assert torch.equal(ours.tokens, theirs.tokens)
-        assert torch.equal(ours.parents, theirs.parents)
-        assert ours.scores is None or torch.equal(ours.scores, theirs.scores)
+        assert_same(ours, theirs)
         assert ours.row_sizes[1] == 1 or state.active[1]
         if chain:
             assert ours.depth == ours.tokens.shape[1] - 1

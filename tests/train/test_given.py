@@ -9,7 +9,6 @@ from medusa import BaseModel, HeadsConfig
 from medusa.data.sources import read_samples
 from medusa.formats import load_heads, save_heads
 from medusa.serve.recorder import Recorder
-from medusa.train.own import measure
 from medusa.train.own.answers import GIVEN, HELDOUT
 from medusa.train.own.command import main
 from medusa.train.own.estimate import make_plan
@@ -112,27 +111,6 @@ def test_heads_that_go_on_keep_their_shape() -> None:
     assert values["optim.lr"] == shape["optim.lr"] / 2
     with pytest.raises(ValueError, match=r"heads \(old\) are attention heads, whose training .* cannot continue"):
         continued_values("old", HeadsConfig(576, 49_152, architecture="attention"), shape)
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--answers", "missing"], "sample file (missing) does not exist"),
-        (["--answers", "few", "--heads", "none/of/these"], "none/of/these"),
-    ],
-)
-def test_bad_input_is_one_sentence_before_any_work(
-    words: list[str], message: str, base_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setattr(measure, "load", lambda *_: pytest.fail("it works"))
-    record(tmp_path / "few", distinct(3))
-    assert main(["--base", str(base_directory), *words]) == 1
-    said = capsys.readouterr().err
-    assert message in said
-    assert len(said.strip().splitlines()) == 1
 
 
 def test_prompts_to_answer_and_answers_exclude_each_other() -> None:

@@ -359,6 +359,8 @@ def test_a_file_gets_lines_and_no_bars() -> None:
         (["--base", "no/such/base", "--hours", "0.1"], "no/such/base"),
         (["--prompts", "missing.jsonl"], "sample file (missing.jsonl) does not exist"),
         (["--prompts", "few.jsonl"], "hold 3 different ones"),
+        (["--answers", "missing"], "sample file (missing) does not exist"),
+        (["--answers", "few.jsonl", "--heads", "none/of/these"], "none/of/these"),
         (["--out", "few.jsonl"], "--out (few.jsonl) is a file; give a directory"),
         (["--out", "other"], "holds a run that this command did not begin"),
     ],
@@ -370,6 +372,8 @@ def test_bad_input_is_one_sentence_before_any_work(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr(measure, "training", lambda *_: pytest.fail("it works"))
+    if "--base" not in words:
+        monkeypatch.setattr(measure, "load", lambda *_: pytest.fail("it works"))
     prompt_file(tmp_path / "few.jsonl", 3)
     (tmp_path / "other").mkdir()
     (tmp_path / "other/recipe.yaml").touch()

@@ -8,6 +8,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
+from operator import itemgetter
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
@@ -67,10 +68,10 @@ def longest(given: Sequence[Sample]) -> int:
 
 def write_given(plan: Plan, given: Sequence[Sample], out: Path) -> None:
     """Write the newest conversations of the plan: training data, and held-out answers."""
-    newest = sorted(given[-plan.conversations - plan.heldout :], key=_prompt)
-    heldout, rest = newest[: plan.heldout], newest[plan.heldout :]
-    asked = {_prompt(sample) for sample in heldout}
-    learnt = [sample for sample in rest if _prompt(sample) not in asked]
+    newest = given[-plan.conversations - plan.heldout :]
+    ordered = sorted(((_prompt(sample), sample) for sample in newest), key=itemgetter(0))
+    asked, heldout = zip(*ordered[: plan.heldout], strict=True)
+    learnt = [sample for prompt, sample in ordered[plan.heldout :] if prompt not in asked]
     if len(learnt) < FEWEST:
         raise ValueError(
             f"answers ({plan.asked.answers}) have {len(learnt)} other prompts than the {plan.heldout} held-out ones, "

@@ -42,11 +42,9 @@ def compare(plan: Plan, out: Path, tell: Tell) -> None:
     write_card(out / "heads", model.heads.config, "native", provenance=load_provenance(out / "heads"))
     samples = read_samples(out / HELDOUT, model.base.tokenizer, model.base.vocab_size)
     prompts = held_out_prompts(samples, plan.compared, model.base.context_length - COMPARED_TOKENS)
-    ways = list(WAYS)
     if plan.asked.heads:
         model = model.with_heads({BEFORE: load_heads(fetch_heads(plan.asked.heads))})
-    else:
-        ways.remove(BEFORE)
+    ways = [name for name in WAYS if name != BEFORE or plan.asked.heads]
     for name in ways:
         _decoded(model, prompts[0], WAYS[name])
     sums = {name: {"tokens": 0, "steps": 0, "seconds": 0.0} for name in ways}

@@ -63,15 +63,7 @@ class Lookup {
     // Where the root's token stood before, the longest matches first, then the latest. Looking back ends where enough are
     // found that nothing can beat.
     std::vector<Place> places() const {
-        std::vector<Place> found;
-        int64_t whole = 0;
-        if (at.earlier) found = places_in(*at.earlier);
-        for (int64_t i = root - 1; !at.earlier && i >= 0 && whole < at.places; i--) {
-            if (text[i] != text[root]) continue;
-            int64_t match = 1;
-            while (match < at.longest && match <= i && text[i - match] == text[root - match]) match++;
-            whole += match == at.longest, found.push_back({i, match});
-        }
+        std::vector<Place> found = at.earlier ? places_in(*at.earlier) : places_in_text();
         const auto better = [](const Place& a, const Place& b) { return a.match != b.match ? a.match > b.match : a.at > b.at; };
         const int64_t count = std::min<int64_t>(at.places, found.size());
         std::partial_sort(found.begin(), found.begin() + count, found.end(), better);
@@ -79,7 +71,19 @@ class Lookup {
         return found;
     }
 
-    // The same in earlier texts, of the latest places of the last two tokens.
+    std::vector<Place> places_in_text() const {
+        std::vector<Place> found;
+        int64_t whole = 0;
+        for (int64_t i = root - 1; i >= 0 && whole < at.places; i--) {
+            if (text[i] != text[root]) continue;
+            int64_t match = 1;
+            while (match < at.longest && match <= i && text[i - match] == text[root - match]) match++;
+            whole += match == at.longest, found.push_back({i, match});
+        }
+        return found;
+    }
+
+    // The latest places of the last two tokens in earlier texts.
     std::vector<Place> places_in(const Earlier& texts) const {
         std::vector<Place> found;
         const int64_t oldest = std::max<int64_t>(0, texts.count - texts.size);
