@@ -66,7 +66,8 @@ def show_plan(args: argparse.Namespace) -> int:
         del config.quantization_config
     shape = read_shape(config, dtype, args.int8)
     on_gpu = args.device_memory is not None
-    packs = not on_gpu and not merged and (args.int8 or packing_pays())
+    pays = not shape.expert_weights if on_gpu else args.int8 or packing_pays()  # experts are expanded on a GPU
+    packs = not merged and pays
     held = gguf_convert.held_bytes(file) if file and packs and dtype in (None, DTYPE) else 0
     if not on_gpu and groupwise.reads(config):
         bits = groupwise.held_bits(config, dtype) if packs else None

@@ -25,6 +25,7 @@ from medusa.cpu.int8 import round_linears
 from medusa.cpu.native import DTYPES, available, packing_pays, use_kernels
 from medusa.cpu.packed import DTYPE as PACKED_DTYPE
 from medusa.files import cache_directory
+from medusa.gpu.packed import objection, pays
 
 logger = logging.getLogger(__name__)
 
@@ -79,9 +80,12 @@ def read_checkpoint(
     try:
         with _garbage_kept():
             config = AutoConfig.from_pretrained(path)
-            grouped = device.type == "cpu" and not options and not spread and groupwise.reads(config)
+            on_cpu = device.type == "cpu"
+            held = groupwise.reads(config) if on_cpu else groupwise.packs(config, dtype)
+            held = (held or gguf.holds(path, True)) and not options
+            keep = held and pack and not adapter and (int8 or _stays_packed(path, device))
+            grouped = groupwise.reads(config) and not options and (on_cpu or keep)
             quantised = not grouped and ("quantization_config" in options or hasattr(config, "quantization_config"))
-            keep = pack and device.type == "cpu" and not adapter and (int8 or _stays_packed(path))
             if dtype is None and grouped and keep:
                 dtype = groupwise.packed_dtype(config)
                 if dtype != config.dtype:
@@ -91,9 +95,9 @@ def read_checkpoint(
                 options.setdefault("device_map", {"": device})  # loaded quantised weights cannot be moved
             packed = keep and dtype == PACKED_DTYPE
             if grouped:
-                model = groupwise.load(path, config, dtype, packed)
+                model = groupwise.load(path, config, dtype, packed, device)
             elif gguf.holds(path, packed) and not options and not is_deepspeed_zero3_enabled():
-                model = gguf.load(path, dtype, expand=not packed)
+                model = gguf.load(path, dtype, not packed, device)
             else:
                 model = load_plain(gguf.expanded(path), dtype, options)
             if not quantised and not spread:
@@ -133,8 +137,10 @@ def _remedy(path: str, other: str = "give another path, or a Hub id") -> str:
     return f"remove {path}, which is made again" if Path(path).is_relative_to(cache_directory()) else other
 
 
-def _stays_packed(path: str) -> bool:
+def _stays_packed(path: str, device: torch.device) -> bool:
     """Whether weights stay packed: if that is faster, or if expanded weights would fill most of the memory."""
+    if device.type != "cpu":
+        return _stays_packed_on(device, gguf.expanded_bytes(path))
     if packing_pays() or not available():
         return packing_pays()
     expanded, memory = gguf.expanded_bytes(path), machine_memory()
@@ -144,6 +150,17 @@ def _stays_packed(path: str) -> bool:
         return False
     logger.info("weights stay packed (slower here): expanded they would take %d of %d bytes", expanded, memory)
     return True
+
+
+def _stays_packed_on(gpu: torch.device, expanded: int) -> bool:
+    """The same on a GPU, where checkpoints of groups (``expanded`` = 0) stay packed at any speed."""
+    if reason := objection(gpu):
+        logger.warning("weights are expanded and take more memory, since on %s %s", gpu, reason)
+        return False
+    if pays(gpu) or not 0 < expanded <= EXPANDED_SHARE * torch.cuda.mem_get_info(gpu)[1]:
+        return True
+    logger.info("weights are expanded, which is faster on %s", gpu)
+    return False
 
 
 @contextmanager

@@ -125,13 +125,16 @@ def expanded(directory: str) -> str:
     return str(whole)
 
 
-def load(directory: str | Path, dtype: "torch.dtype", expand: bool) -> "PreTrainedModel":
+def load(
+    directory: str | Path, dtype: "torch.dtype", expand: bool, device: "torch.device | None" = None
+) -> "PreTrainedModel":
     """Load the model from a directory that ``convert`` has made, on the CPU.
 
     Args:
         directory: The directory.
         dtype: Dtype of the model; packed layers are bfloat16.
         expand: Convert packed layers to plain ones: for training, for other dtypes, or if the kernels do not run.
+        device: Where packed layers compute, and already are; None = the CPU.
     """
     from safetensors.torch import load_file
     from torch import Tensor, nn
@@ -139,8 +142,9 @@ def load(directory: str | Path, dtype: "torch.dtype", expand: bool) -> "PreTrain
     from transformers.initialization import no_init_weights
 
     from medusa.base.gguf_reading import tensors_of
-    from medusa.cpu.experts import are_known, in_own_order, set_packed, shape_in_order
-    from medusa.cpu.packed import Packed, PackedEmbedding, PackedLinear
+    from medusa.base.packing import CPU, packed_embedding, packed_linear, set_packed, stays_packed
+    from medusa.cpu.experts import in_own_order, shape_in_order
+    from medusa.cpu.packed import Packed
 
     directory = Path(directory)
     config = AutoConfig.from_pretrained(directory)
@@ -155,22 +159,23 @@ def load(directory: str | Path, dtype: "torch.dtype", expand: bool) -> "PreTrain
     for name in tensors.keys() - packings.keys():
         path, _, own = name.rpartition(".")
         _set(model, name, in_own_order(model.get_submodule(path), own, tensors[name]).to(dtype))
-    kept = dict[str, Packed]()
+    kept, device = dict[str, Packed](), device or CPU
     for name, packing in packings.items():
         (path, _, own), packed = name.rpartition("."), Packed(tensors[name], *packing)
         module = model.get_submodule(path)
         scale = getattr(module, "embed_scale", None)
-        if not expand and (isinstance(module, nn.Linear) or are_known(module)):
-            kept[name] = packed
-        elif not expand and (type(module) is nn.Embedding or isinstance(scale, Tensor)):
-            model.set_submodule(path, PackedEmbedding(packed, None if scale is None else scale.to(dtype)))
-        else:
+        if expand or not stays_packed(module, packed, device):
             whole = packed.expand().view(shape_in_order(module, own))
             _set(model, name, in_own_order(module, own, whole).to(dtype))
-    set_packed(model, kept)
+        elif isinstance(module, nn.Embedding):
+            scale = scale.to(dtype) if isinstance(scale, Tensor) else None
+            model.set_submodule(path, packed_embedding(packed, scale, device))
+        else:
+            kept[name] = packed
+    set_packed(model, kept, device)
     embeddings = model.get_input_embeddings()
-    if config.tie_word_embeddings and isinstance(embeddings, PackedEmbedding):
-        model.set_output_embeddings(PackedLinear(embeddings.packed))
+    if config.tie_word_embeddings and hasattr(embeddings, "packed"):
+        model.set_output_embeddings(packed_linear(embeddings.packed, None, device))
     elif config.tie_word_embeddings:
         model.tie_weights()
     if (directory / "generation_config.json").is_file():

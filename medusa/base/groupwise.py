@@ -1,7 +1,7 @@
-"""Checkpoints with groups of 4 or 8 bit weights (GPTQ, AWQ, compressed-tensors, MXFP4) as bases on a CPU.
+"""Checkpoints with groups of 4 or 8 bit weights (GPTQ, AWQ, compressed-tensors, MXFP4) as bases.
 
-A layer stays packed (``medusa.cpu.packed``) if our kernels support its groups; otherwise it is expanded. Both compute
-with the same weights. On a GPU, transformers reads these checkpoints.
+A layer stays packed (``medusa.base.packing``) if our kernels support its groups; otherwise it is expanded. Both compute
+with the same weights. On a GPU, MXFP4 is transformers', and so is what the kernels there do not run for.
 """
 
 import copy
@@ -25,8 +25,9 @@ from transformers.initialization import no_init_weights
 
 from medusa.base import mx_experts
 from medusa.base.group_layouts import LAYOUTS, Grouped, Layout, bits_and_sizes, read_layer
+from medusa.base.packing import CPU, set_packed
 from medusa.base.stored_names import Places
-from medusa.cpu.experts import have_known_form, in_order, set_packed
+from medusa.cpu.experts import have_known_form, in_order
 from medusa.cpu.packed import PANEL, Packed
 
 logger = logging.getLogger(__name__)
@@ -80,7 +81,15 @@ def held_bits(config: Any, dtype: torch.dtype | None) -> int | None:
     return max(math.ceil(bits + (32 / size if size else 0) + (bits == 4) / 4) for bits, size in kinds)
 
 
-def load(name: str, config: Any, dtype: torch.dtype, pack: bool) -> PreTrainedModel:
+def packs(config: Any, dtype: torch.dtype | None) -> bool:
+    """Whether the linear layers of a base with this config stay packed on a GPU; see ``held_bits`` for arguments."""
+    told = _quantisation(config)
+    kinds = (group.get("weights") or {} for group in (told.get("config_groups") or {}).values())
+    reordered = told.get("desc_act") or any(kind.get("actorder") in ("group", "dynamic") for kind in kinds)
+    return not of_experts(config) and not reordered and held_bits(config, dtype) is not None
+
+
+def load(name: str, config: Any, dtype: torch.dtype, pack: bool, device: torch.device = CPU) -> PreTrainedModel:
     """Load the model of a checkpoint, on the CPU.
 
     Args:
@@ -89,6 +98,7 @@ def load(name: str, config: Any, dtype: torch.dtype, pack: bool) -> PreTrainedMo
         dtype: Dtype of the model.
         pack: Keep layers packed if the kernels support their groups. False expands all layers: for training, for
             dtypes that packed layers do not have, or if the kernels do not run.
+        device: Where packed layers compute, and already are.
 
     Raises:
         OSError: The checkpoint cannot be downloaded, or has no safetensors.
@@ -111,10 +121,10 @@ def load(name: str, config: Any, dtype: torch.dtype, pack: bool) -> PreTrainedMo
             layout = LAYOUTS[told["quant_method"]]
             layers = {path for path, _, own in (key.rpartition(".") for key in stored) if own == layout.parts[0]}
             parts = {f"{path}.{own}" for path in layers for own in layout.parts}
-            expanded, packed = _layers(layout, stored, layers, model, dtype, pack, told)
+            expanded, packed = _layers(layout, stored, layers, model, dtype, pack, told, device)
         plain_state = _plain({key: file for key, file in stored.items() if key not in parts}, model, dtype)
     _fill(model, plain_state | expanded, packed)
-    set_packed(model, packed)
+    set_packed(model, packed, device)
     counts = len(packed), len(expanded)
     logger.info("base %s: %s, %d layers kept packed, %d expanded", name, describe(config), *counts)
     if (directory / "generation_config.json").is_file():
@@ -173,6 +183,7 @@ def _layers(
     dtype: torch.dtype,
     pack: bool,
     told: Mapping[str, Any],
+    device: torch.device,
 ) -> tuple[dict[str, Tensor], dict[str, Packed]]:
     """Weights of these layers by the model's names, those of experts joined: expanded and packed ones."""
     expanded, packed = dict[str, Tensor](), dict[str, Packed]()
@@ -181,9 +192,10 @@ def _layers(
         module, shape = _owner(model, name, paths)
         inputs = shape[-1]
         outputs, parts = shape.numel() // inputs // len(paths), list[Packed | Tensor]()
+        packs = pack and module is not tied and (device.type == "cpu" or isinstance(module, nn.Linear))
         for _, path in sorted(paths.items()):
             weight = _weight(layout, stored, path, outputs, inputs, told)
-            kept = _packed(weight) if pack and module is not tied else None
+            kept = _packed(weight) if packs else None
             parts.append(weight.expand(dtype) if kept is None else kept)
         whole = [one for one in parts if isinstance(one, Packed)]
         layouts = {(one.packing, one.runs) for one in whole}

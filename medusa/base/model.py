@@ -19,6 +19,7 @@ from medusa.base.context import context_length
 from medusa.base.documents import document_masks, separate_pass
 from medusa.base.mtp import MtpLayer
 from medusa.base.output import Matrices, OutputLayer, state_size
+from medusa.base.packing import packed_weights
 from medusa.base.taps import DecoderPass, first_layers
 from medusa.base.tensor_parallel import Leader, Nobody
 from medusa.base.traits import Decoding, Traits
@@ -27,7 +28,7 @@ from medusa.base.usual_block import UnusualBlockError, attention_layers, embeddi
 from medusa.cache import BlockPool, CachedSequence, commit, plan_pass
 from medusa.cpu import native
 from medusa.cpu.fused import FusedPass
-from medusa.cpu.packed import PackedEmbedding, packed_weights
+from medusa.cpu.packed import PackedEmbedding
 from medusa.recurrence import hook
 from medusa.sampling import is_whole
 from medusa.tree import Draft
@@ -164,7 +165,7 @@ class BaseModel:
 
     @cached_property
     def packed(self) -> bool:
-        """Whether 4 or 8 bit weights stay packed, see ``medusa.cpu.packed``."""
+        """Whether 4 or 8 bit weights stay packed, see ``medusa.base.packing``."""
         return bool(packed_weights(self.model))
 
     @property
@@ -405,7 +406,7 @@ class BaseModel:
     @cached_property
     def weight_bytes(self) -> int:
         """About how many bytes a pass reads."""
-        read = [*self.model.parameters(), *self.model.buffers(), *(one.parts for one in packed_weights(self.model))]
+        read = [*self.model.parameters(), *self.model.buffers(), *packed_weights(self.model)]
         return sum(weight.nbytes for weight in read)
 
     @property
@@ -422,7 +423,8 @@ class BaseModel:
         except UnusualBlockError:
             return None
         packed = isinstance(embeddings, PackedEmbedding)
-        if output is None or not (packed or type(embeddings.weight) is nn.Parameter):
+        plain = isinstance(embeddings, nn.Embedding) and type(embeddings.weight) is nn.Parameter
+        if output is None or not (packed or plain):
             return None
         return Matrices(embeddings.packed if packed else embeddings.weight, scale, *output)
 

@@ -9,6 +9,8 @@ from transformers import PreTrainedConfig
 
 from medusa.cpu.native import LinearKernel, NativeLinear, is_plain, native_linear
 from medusa.cpu.packed import Packed, PackedLinear
+from medusa.gpu.packed import PackedLinear as GpuLinear
+from medusa.gpu.packed import expand
 
 
 def state_size(config: PreTrainedConfig) -> int:
@@ -67,8 +69,8 @@ class OutputLayer:
     @property
     def device(self) -> torch.device:
         """The device on which it computes, also if its weights are offloaded until they are needed."""
-        if isinstance(self._lm_head, PackedLinear):
-            return torch.device("cpu")
+        if isinstance(self._lm_head, PackedLinear | GpuLinear):
+            return self._lm_head.packed.device
         device = self.weight.device
         return torch.device(self._lm_head._hf_hook.execution_device) if device.type == "meta" else device  # type: ignore[union-attr, arg-type]
 
@@ -81,7 +83,7 @@ class OutputLayer:
     def matrices(self) -> tuple[Tensor | Packed, Tensor | None] | None:
         """Weight and bias, if logits are hidden state times weight plus bias and nothing more; otherwise None."""
         layer = self._lm_head
-        if self.scale != 1.0 or self._cap:
+        if self.scale != 1.0 or self._cap or isinstance(layer, GpuLinear):
             return None
         if isinstance(layer, PackedLinear):
             return layer.packed, layer.bias
@@ -91,13 +93,15 @@ class OutputLayer:
         """Logits [..., V]."""
         if self._kernel is not None:
             return self._as_given(self._kernel(hidden.to(self._kernel.dtype)))
-        return self._as_given(self._lm_head(hidden.to(self.weight.dtype)))
+        dtype = self._lm_head.dtype if isinstance(self._lm_head, GpuLinear) else self.weight.dtype
+        return self._as_given(self._lm_head(hidden.to(dtype)))
 
     def of(self, tokens: Tensor, pack: bool = False) -> Callable[[Tensor], Tensor]:
         """A function that computes only the columns of these tokens, see ``BaseModel.logits_of``."""
         layer = self._lm_head
-        if isinstance(layer, PackedLinear):
-            index, weight = tokens, layer.packed.rows(tokens)
+        if isinstance(layer, PackedLinear | GpuLinear):
+            index = tokens.to(layer.packed.device)
+            weight = layer.packed.rows(index) if isinstance(layer, PackedLinear) else expand(layer.packed, index)
         elif self.weight.device.type == "meta":
             return lambda hidden: self(hidden)[..., tokens]
         else:

@@ -29,6 +29,7 @@ from medusa.base.uneven_block import (
     shares_keys,
 )
 from medusa.cpu.packed import PackedEmbedding
+from medusa.gpu.packed import PackedEmbedding as GpuEmbedding
 
 NORMS = (
     ("input_layernorm", None, "post_attention_layernorm", None),
@@ -214,7 +215,7 @@ def embedding_scale(embeddings: Any) -> float:
     Raises:
         UnusualBlockError: They are of another kind.
     """
-    if isinstance(embeddings, PackedEmbedding):
+    if isinstance(embeddings, PackedEmbedding | GpuEmbedding):
         return 1.0 if embeddings.scale is None else float(embeddings.scale)
     scale = getattr(embeddings, "embed_scale", None)
     known = type(embeddings) is nn.Embedding or (isinstance(embeddings, nn.Embedding) and scale is not None)

@@ -5,7 +5,6 @@ routers, which choose experts, stay those of the families.
 """
 
 import ctypes
-from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -16,7 +15,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_
 
 from medusa.base.usual_block import GATES
 from medusa.cpu.native import LinearStruct, kernels, number_type, reads
-from medusa.cpu.packed import DTYPE, Packed, PackedLinear, struct_of
+from medusa.cpu.packed import DTYPE, Packed, struct_of
 
 IMPLEMENTATION = "medusa"
 """Name among transformers' implementations of experts."""
@@ -119,19 +118,6 @@ class PackedExperts(nn.Module):
         """The struct for the kernel, without a router."""
         gate_up, down = map(struct_of, (self.gate_up, self.down), self.biases)
         return Mixture(gate_up, down, experts=self.experts, **self.gate._asdict())
-
-
-def set_packed(model: nn.Module, packed: Mapping[str, Packed]) -> None:
-    """Let linear layers and experts of a model compute with packed weights, by the names of these."""
-    owners = defaultdict[str, dict[str, Packed]](dict)
-    for name, kept in packed.items():
-        path, _, own = name.rpartition(".")
-        owners[path][own] = kept
-    for path, parts in owners.items():
-        module: Any = model.get_submodule(path)
-        linear = isinstance(module, nn.Linear)
-        made = PackedLinear(parts["weight"], module.bias) if linear else PackedExperts.of(module, parts)
-        model.set_submodule(path, made)
 
 
 def _ordered(experts: Any, name: str) -> Tensor:

@@ -181,6 +181,16 @@ class Packed:
         return (self.packing - 1) % IN_LANES + 1
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of the weight."""
+        return self.parts.nbytes
+
+    @property
+    def device(self) -> torch.device:
+        """Where it is."""
+        return self.parts.device
+
+    @property
     def int8(self) -> bool:
         """LOSSY: whether rows that meet it are rounded to 8 bits."""
         return self.packing > ROUNDED_ROWS
@@ -226,30 +236,34 @@ class Packed:
         parts = self.parts.split([-(-count // PANEL) for count in counts])
         return [replace(self, parts=part, outputs=count) for part, count in zip(parts, counts, strict=True)]
 
-    def _expand(self, parts: Tensor) -> Tensor:
-        """Expand panels to bfloat16 [16 P, I]."""
-        form, panels, runs = FORMS[self.kind], len(parts), -(-self.inputs // RUN)
-        blocks, found, at = parts.view(panels, runs // self.runs, -1), [], 0
+    def read(self, panels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Factors [P, B, F, 16], codes [P, K, C, 16] and integers [P, K, 16, 32] of panels, on any device."""
+        form, runs, found, at = FORMS[self.kind], -(-self.inputs // RUN), [], 0
+        blocks = panels.view(len(panels), runs // self.runs, -1)
         for kind, count, rows in ((form.factor, form.factors, 1), (form.code, form.codes, self.runs)):
             size = rows * count * PANEL * kind.itemsize
             column = blocks[..., at : at + size].contiguous().view(kind)
-            found.append(column.view(panels, len(blocks[0]) * rows, count, PANEL).float())
+            found.append(column.view(len(panels), blocks.shape[1] * rows, count, PANEL))
             at += size
-        factors, codes = found[0].repeat_interleave(self.runs, 1), found[1]
+        rest = blocks[..., at:].reshape(len(panels), runs, -1)
+        return found[0], found[1], (_in_lanes if self.packing > IN_LANES else _for_tiles)(rest, form.bits)
+
+    def _expand(self, panels: Tensor) -> Tensor:
+        """Expand panels to bfloat16 [16 P, I]."""
+        form, (factors, codes, whole) = FORMS[self.kind], self.read(panels)
+        factors, codes = factors.float().repeat_interleave(self.runs, 1), codes.float()
         values = (factors[:, :, 0], factors[:, :, -1])  # [P, K, 16] each
         if form.codes == 1:
             values = factors[:, :, 0], -(factors[:, :, 0] * codes[:, :, 0])
         elif form.codes == 2:
             values = factors[:, :, 0] * codes[:, :, 0], (1 if form.sign else -1) * (factors[:, :, -1] * codes[:, :, 1])
-        rest = blocks[..., at:].reshape(panels, runs, -1)
-        whole = (_in_lanes if self.packing > IN_LANES else _for_tiles)(rest, form.bits)
         if form.sign:
             whole = E2M1_TWICE[whole.int()] if form.bits == 4 else whole
             halves = whole.unflatten(-1, (2, RUN // 2))
             numbers = (halves.float() * torch.stack(values, -1)[..., None]).flatten(3)
         else:
             numbers = whole.float() * values[0][..., None] + values[1][..., None]
-        weight: Tensor = numbers.to(DTYPE).transpose(1, 2).reshape(panels * PANEL, runs * RUN)
+        weight: Tensor = numbers.to(DTYPE).transpose(1, 2).reshape(len(panels) * PANEL, -1)
         return weight[:, : self.inputs]
 
     def struct(self, bias: Tensor | None = None) -> LinearStruct:
@@ -317,10 +331,10 @@ def _for_tiles(runs: Tensor, bits: int) -> Tensor:
         whole = runs.view(torch.int8).unflatten(-1, (PANEL, RUN))
         return whole
     words = runs[..., : PANEL * RUN // 2].contiguous().view(torch.int16).unflatten(-1, (PANEL // 4, 1, RUN))
-    whole = (words >> 4 * torch.arange(4)[:, None] & 15).flatten(2, 3)
+    whole = (words >> 4 * torch.arange(4, device=runs.device)[:, None] & 15).flatten(2, 3)
     if bits == 5:
         fifth = runs[..., PANEL * RUN // 2 :].contiguous().view(torch.int32)[..., None]
-        whole = whole | (fifth >> torch.arange(RUN) & 1) << 4
+        whole = whole | (fifth >> torch.arange(RUN, device=runs.device) & 1) << 4
     return whole
 
 
@@ -333,15 +347,9 @@ def _in_lanes(runs: Tensor, bits: int) -> Tensor:
         fours = torch.cat([pairs & 15, pairs >> 4], 2)
     if bits == 5:
         fifth = runs[..., PANEL * RUN // 2 :].unflatten(-1, (1, PANEL, 4))
-        fours = fours | (fifth >> torch.arange(RUN // 4, dtype=torch.uint8)[:, None, None] & 1) << 4
+        fours = fours | (fifth >> torch.arange(RUN // 4, dtype=torch.uint8, device=runs.device)[:, None, None] & 1) << 4
     integers: Tensor = fours[..., BYTE].transpose(2, 3).flatten(3)
     return integers
-
-
-def packed_weights(model: nn.Module) -> list[Packed]:
-    """The packed weights of a model; tied ones appear once."""
-    found = [one for module in model.modules() for one in vars(module).values() if isinstance(one, Packed)]
-    return list({id(one): one for one in found}.values())
 
 
 def _panels(x: Tensor) -> Tensor:

@@ -33,7 +33,10 @@ from medusa.base.usual_block import (
     turns_pairs,
 )
 from medusa.cache import BlockPool
+from medusa.cpu.packed import PANEL
 from medusa.gpu.kernels import add_norm_kernel, gate_kernel, turn_kernel
+from medusa.gpu.packed import PackedLinear, product
+from medusa.gpu.packed_weight import PackedWeight
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 GATES = 1024
@@ -43,11 +46,22 @@ GATES = 1024
 class _Product(NamedTuple):
     """A linear layer, or several with the same input as one."""
 
-    weight: Tensor
+    weight: Tensor | PackedWeight
     bias: Tensor | None
 
     def __call__(self, x: Tensor) -> Tensor:
+        if isinstance(self.weight, PackedWeight):
+            return product(x, self.weight, self.bias)
         return functional.linear(x, self.weight, self.bias)
+
+
+class _Products(NamedTuple):
+    """Products whose outputs stand side by side: of linear layers that cannot be joined."""
+
+    parts: list[_Product]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.cat([part(x) for part in self.parts], 1)
 
 
 class _Layer(NamedTuple):
@@ -65,10 +79,10 @@ class _Layer(NamedTuple):
         tap: Place of its output among the hidden states; None = heads do not read it.
     """
 
-    heads: _Product
-    output: _Product
-    gated: _Product
-    down: _Product
+    heads: _Product | _Products
+    output: _Product | _Products
+    gated: _Product | _Products
+    down: _Product | _Products
     norms: BlockNorms
     head_norms: Tensor | None
     rotary: int
@@ -134,7 +148,7 @@ class FusedPass:
     def _read(self, layer: Any, rotary: int, tap: int | None) -> _Layer:
         shape, (heads, output), (gated, down) = self._shape, attention_linears(layer.self_attn), mlp_linears(layer)
         joined = _joined(heads)
-        if len(joined.weight) != (shape["heads"] + 2 * shape["kv_heads"]) * shape["dim"]:
+        if sum(linear.out_features for linear in heads) != (shape["heads"] + 2 * shape["kv_heads"]) * shape["dim"]:
             raise UnusualBlockError("its heads are not those of the other layers")
         norms = norms_of(layer, self._norm)
         head_norms = None if norms.query is None or norms.key is None else torch.cat([norms.query, norms.key]).detach()
@@ -206,15 +220,28 @@ def _tap(layer: _Layer, x_RD: Tensor, out_RF: Tensor) -> None:
         out_RF[:, layer.tap * width : (layer.tap + 1) * width] = x_RD
 
 
-def _joined(linears: Sequence[Any]) -> _Product:
-    """Several linear layers of one input as one; their weights become parts of one tensor."""
+def _joined(linears: Sequence[Any]) -> _Product | _Products:
+    """Several linear layers of one input as one; their weights become parts of one tensor, if they are of one kind."""
+    layouts = {linear.packed.layout if isinstance(linear, PackedLinear) else None for linear in linears}
+    filled = all(linear.out_features % PANEL == 0 for linear in linears[:-1])
+    if len(linears) > 1 and (len(layouts) > 1 or (None not in layouts and not filled)):
+        return _Products([one for linear in linears if isinstance(one := _joined([linear]), _Product)])
     for linear in linears:
-        if type(linear) is not nn.Linear or type(linear.weight) is not nn.Parameter:
+        plain = type(linear) is nn.Linear and type(linear.weight) is nn.Parameter
+        if not plain and not isinstance(linear, PackedLinear):
             raise UnusualBlockError(f"a linear layer is {type(linear).__name__}")
     if len({linear.bias is None for linear in linears}) > 1:
         raise UnusualBlockError("only some of its projections have biases")
-    weight = _one([linear.weight for linear in linears])
-    return _Product(weight, None if linears[0].bias is None else _one([linear.bias for linear in linears]))
+    bias = None if linears[0].bias is None else _one([linear.bias for linear in linears])
+    if None in layouts:
+        return _Product(_one([linear.weight for linear in linears]), bias)
+    whole = linears[0].packed if len(linears) == 1 else linears[0].packed.whole
+    if whole is None or any(linear.packed.whole is not whole for linear in linears[1:]):
+        whole, first = PackedWeight.joined([linear.packed for linear in linears]), 0
+        for linear in linears:
+            linear.packed = whole.part(first, linear.out_features)
+            first += linear.out_features
+    return _Product(whole, bias)
 
 
 @torch.no_grad()

@@ -36,6 +36,9 @@ from medusa.cpu.losses import KINDS  # noqa: E402
 from medusa.gpu.kernels import add_norm_kernel, gate_kernel, move_kernel, turn_kernel  # noqa: E402
 from medusa.gpu.loss_kernel import loss_kernel  # noqa: E402
 from medusa.gpu.losses import COLUMNS  # noqa: E402
+from medusa.gpu.packed import _layout, _sample, tile_of  # noqa: E402
+from medusa.gpu.packed_kernels import expand_kernel, product_kernel, sum_kernel  # noqa: E402
+from medusa.gpu.packed_weight import KNOWN, PackedWeight  # noqa: E402
 from tests.conftest import CLONES_CACHE  # noqa: E402
 from tests.medusa.attention_cases import Case, make  # noqa: E402
 
@@ -58,6 +61,7 @@ OF_FAMILIES = " or ".join(f"triton-{family}" for family in ATTENTION)
 OF_BATCHES = "test_batch.py and not (many or probabilities or penalties)"
 INTERPRETED = {
     "a pass, losses and moves": ("test_gpu_pass.py test_gpu_losses.py test_gpu_moves.py", "test"),
+    "packed weights": ("test_gpu_packed.py", "test"),
     "attention": (
         "test_attention.py test_conformance.py test_batch.py test_assistant.py",
         f"triton and (test_attention.py or test_assistant.py or {OF_FAMILIES} or {OF_BATCHES})",
@@ -168,6 +172,41 @@ def test_the_kernel_of_the_losses_compiles(kind):
     types |= {"loss": "*fp32", "columns": "i32", "eta": "fp32", "least": "fp32"}
     for card in (80, HOPPER):
         assert cross_compile(loss_kernel, types, {"KIND": kind, "BLOCK": COLUMNS}, card, num_warps=8)[1] == 0
+
+
+def check_packed(form, rows, card):
+    """Products with weights of a form and their expansion compile without spills, and fit the card."""
+    weight, tile = PackedWeight.of(_sample(form), torch.device("cpu")), tile_of(rows, card == BLACKWELL)
+    factors, fifths = ("*fp16" if weight.factors.dtype == torch.float16 else "*fp32"), weight.fifths is not None
+    types = dict.fromkeys(["x", "bias"], "*bf16") | dict.fromkeys(["numbers", "codes"], "*i32")
+    types |= {"fifths": "*u8" if fifths else "*i32", "factors": factors, "out": "*fp32", "indices": "*i64"}
+    types |= dict.fromkeys(["rows", "outputs", "inputs", "total", "chunks", "each", "x_stride"], "i32")
+    constants = _layout(weight) | {"BIAS": True, "SPLIT": True, "EVEN": False, "UPCAST": False}
+    constants |= {"BLOCK_O": tile.outputs, "BLOCK_R": tile.rows}
+    compiled, spilled = cross_compile(
+        product_kernel, types, constants, card, num_warps=tile.warps, num_stages=tile.stages
+    )
+    assert 0 < compiled.metadata.shared <= SHARED_MEMORY[card]
+    assert spilled <= SOME
+    assert "mma" in compiled.asm["ptx"], "tensor cores"
+    constants = _layout(weight) | {"INDEXED": True, "BLOCK_O": 32}
+    assert cross_compile(expand_kernel, types | {"out": "*bf16"}, constants, card)[1] <= SOME
+
+
+@pytest.mark.parametrize("card", [89, HOPPER])
+def test_the_kernels_of_packed_weights_compile(card):
+    check_packed(4, 1, card)
+    types = {"partial": "*fp32", "out": "*bf16", "rows": "i32", "outputs": "i32", "splits": "i32"}
+    assert cross_compile(sum_kernel, types, {"BLOCK": 256}, card, num_warps=1)[1] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", sorted(KNOWN))
+def test_every_form_of_packed_weights_fits_every_card(form):
+    """In the tiles of few and of many rows, in turns."""
+    for index, card in enumerate(card for card in SHARED_MEMORY if card > 75):
+        check_packed(form, (1, 32, 64)[(form + index) % 3], card)
+    check_packed(form, 64, BLACKWELL)
 
 
 DIMS, ROWS = (64, 96, 128, 256), (1, 32, 64, 256)

@@ -28,10 +28,11 @@ from medusa import BaseModel, MedusaModel, SamplingParams
 from medusa.base import gguf, gguf_convert, gguf_names, gguf_reading, gguf_tensors, on_hub
 from medusa.base.gguf_tokenizer import read_tokenizer
 from medusa.base.names import resolve_base
+from medusa.base.packing import packed_weights
 from medusa.cpu.experts import PackedExperts, use_experts
 from medusa.cpu.gguf_types import KINDS
 from medusa.cpu.native import use_kernels
-from medusa.cpu.packed import Packed, packed_weights
+from medusa.cpu.packed import Packed
 from medusa.drafters.model import ModelDrafter
 from medusa.drafters.writers import MtpWriter
 from medusa.serve.server import main

@@ -277,6 +277,8 @@ def test_a_dry_run_plans_for_it(file, capsys):
     assert ("8 bits a weight" if packing_pays() else "16 bits a weight") in capsys.readouterr().out
     assert main(["--dry-run", "--base", str(file), "--dtype", "float32"]) == 0
     assert "32 bits a weight" in capsys.readouterr().out
+    assert main(["--dry-run", "--base", str(file), "--device-memory", "8e9"]) == 0  # packed on a GPU
+    assert "8 bits a weight" in capsys.readouterr().out
 
 
 def test_a_file_is_read_once_and_again_when_it_has_changed(file, tmp_path, caplog):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from medusa.base.model import BaseModel
-from medusa.cpu.packed import packed_weights
+from medusa.base.packing import packed_weights
 from medusa.heads import HeadsConfig
 
 Values = dict[str, Any]
