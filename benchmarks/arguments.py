@@ -161,6 +161,7 @@ def _add_heads(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
     add("--attention", choices=ATTENTION, default="auto", help="backend of tree attention (default: %(default)s)")
     _add_int8(command)
+    add("--packed", action="store_true", help="with --shape: layers of 4 bits, as of Q4_K (default: off)")
     add("--architecture", choices=ARCHITECTURES, default="recurrent", help="of the heads (default: %(default)s)")
     text = "heads, the depth of trees (default: %(default)s)"
     add("--num-heads", type=at_least(1), default=5, metavar="K", help=text)

@@ -77,8 +77,8 @@ def machine(report: Mapping[str, Any]) -> str:
 
 
 def rounding(report: Mapping[str, Any]) -> str:
-    """What a title says of a base that multiplies in 8 bits; "" of others."""
-    return ", LOSSY products of 8 bits" if report.get("int8") else ""
+    """What a title says of a base that multiplies in 8 bits, or whose weights are packed; "" of others."""
+    return ", LOSSY products of 8 bits" if report.get("int8") else ", packed" if report.get("packed") else ""
 
 
 def publish(

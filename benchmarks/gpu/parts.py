@@ -43,14 +43,16 @@ def parts(work: Path) -> dict[str, Part]:
         work: Directory for reports and the demo's run.
     """
     shape = ("--shape", "llama-8b", "--dtype", "bfloat16", "--device", "cuda")
-    step, run, demo = (work / f"{name}.json" for name in ("step", "run", "demo/report"))
+    step, packed, run, demo = (work / f"{name}.json" for name in ("step", "packed", "run", "demo/report"))
     step_words = ("-m", "medusa.benchmarks.gpu.paper", "--measure", str(step))
+    few = ("--nodes", "1,16,64", "--batch", "1,16", "--context", "2048", "--rounds", "3", "--json", str(packed))
     small_run = ("--batch", "1,16", "--count", "16", "--rounds", "2", "--max-new-tokens", "64", "--json", str(run))
     together = ("-n", "8") if find_spec("xdist") else ()  # most of the time compiles kernels
     small_demo = ("--fresh", "--train-prompts", "600", "--prompts", "4", "--rounds", "1")
     return {
         "tests": Part(("-m", "pytest", "-q", "tests/gpu", "-m", "gpu", *together), 150 if together else 400),
         "step": Part(step_words, 240, step, key_figure, beside),
+        "packed": Part(("-m", "medusa", "bench", "step", *shape, "--packed", *few), 120, packed, _packed_figure),
         "run": Part(("-m", "medusa", "bench", "run", *shape, *small_run), 120, run, _run_figure),
         "demo": Part(
             ("-m", "medusa.benchmarks.demo", "--run", str(demo.parent), *small_demo),
@@ -60,6 +62,11 @@ def parts(work: Path) -> dict[str, Part]:
             needs_gpu=False,
         ),
     }
+
+
+def _packed_figure(report: Report) -> str:
+    times = [f"{row['batch']} x {row['nodes']}: {row['step_ms']:.1f}" for row in report["rows"]]
+    return f"4 bits, requests x nodes: ms {', '.join(times)}"
 
 
 def _run_figure(report: Report) -> str:

@@ -48,6 +48,7 @@ def step(options: argparse.Namespace) -> None:
         "attention": base.attention.name,
         "int8": base.int8,
         "fused": base.fused,
+        "packed": base.packed,
     }
     if options.profile:
         batch = Rig(model, options.batch[0], options.context).begin(PLAIN)
@@ -107,9 +108,11 @@ def _with_random_heads(options: argparse.Namespace) -> MedusaModel:
     """
     disable_progress_bar()
     device, dtype = given_device(options), given_dtype(options)
+    if options.packed and (not options.shape or dtype not in (None, torch.bfloat16)):
+        raise ValueError("--packed is for a --shape in bfloat16; a GGUF file as --base is packed by itself")
     if options.shape:
         config = shape_config(options.shape)
-        base = random_base(config, dtype, device, options.attention, options.int8)
+        base = random_base(config, dtype, device, options.attention, options.int8, options.packed)
     else:
         how: dict[str, Any] = {"pack": True, "int8": options.int8, "attention": options.attention}
         base = choose_decoding(BaseModel.load(full_name(options.base), dtype=dtype, device=device, **how))

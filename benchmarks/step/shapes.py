@@ -4,6 +4,7 @@ import argparse
 import copy
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,9 +22,11 @@ from transformers.initialization import no_init_weights
 
 from medusa import BaseModel, DraftHeads, HeadsConfig, build_heads
 from medusa.base.checkpoint import choose_dtype, usable_device
+from medusa.base.packing import set_packed
 from medusa.cpu.experts import use_experts
 from medusa.cpu.int8 import round_linears
 from medusa.cpu.native import use_kernels
+from medusa.cpu.packed import DTYPE, Packed
 from medusa.heads.layer import LayerConfig
 
 WEIGHT_STD = 0.02
@@ -109,13 +112,15 @@ def random_model(config: PretrainedConfig, dtype: torch.dtype, device: torch.dev
 
 def random_base(
     config: PretrainedConfig, dtype: torch.dtype | None, device: torch.device, attention: str = "auto",
-    int8: bool = False,
+    int8: bool = False, packed: bool = False,
 ) -> BaseModel:  # fmt: skip
     """A base with random weights, prepared for decoding; arguments are those of ``BaseModel.load``.
 
-    The default dtype is bfloat16, or the device's replacement for it.
+    The default dtype is bfloat16, or the device's replacement for it. With ``packed`` its layers have 4 bits.
     """
-    model = random_model(config, dtype or choose_dtype(torch.bfloat16, device), device)
+    model = random_model(config, DTYPE if packed else dtype or choose_dtype(torch.bfloat16, device), device)
+    if packed:
+        pack_layers(model, device)
     if int8:
         round_linears(model, output=model.get_output_embeddings())
     if device.type == "cpu":
@@ -133,6 +138,25 @@ def random_heads(base: BaseModel, architecture: str, num_heads: int) -> DraftHea
         heads = build_heads(config).to(base.dtype)
     fill(heads)
     return heads
+
+
+def pack_layers(model: PreTrainedModel, device: torch.device) -> None:
+    """Give linear layers random weights of 4 bits in the layout of Q4_K; all but an output layer that is tied."""
+    tied = model.get_output_embeddings() if model.config.tie_word_embeddings else None
+    layers = [(name, one) for name, one in model.named_modules() if isinstance(one, nn.Linear) and one is not tied]
+    made, chosen = dict[torch.Size, Packed](), dict[str, Packed]()
+    for name, layer in layers:
+        outputs, inputs = shape = layer.weight.shape
+        if inputs % 256:
+            raise ValueError(
+                f"layer ({name}) reads {inputs} numbers, and blocks of Q4_K have 256; choose another shape"
+            )
+        if shape not in made:
+            blocks = torch.randint(256, (outputs, inputs // 256, 144), dtype=torch.uint8)
+            blocks[..., :4] = torch.tensor([1e-4, 1e-4], dtype=torch.float16).view(torch.uint8)  # scales
+            made[shape] = Packed.of(blocks.flatten(1), "Q4_K")
+        chosen[f"{name}.weight"] = replace(made[shape], parts=made[shape].parts.clone())
+    set_packed(model, chosen, device)
 
 
 @torch.no_grad()

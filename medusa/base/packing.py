@@ -36,7 +36,8 @@ def packed_embedding(packed: Packed, scale: Tensor | None, device: torch.device 
     """Embeddings with this weight on a device."""
     if device.type == "cpu":
         return CpuEmbedding(packed, scale)
-    return GpuEmbedding(PackedWeight.of(packed, device), None if scale is None else scale.to(device))
+    weight = PackedWeight.of(packed, device)
+    return GpuEmbedding(weight, None if scale is None else scale.to(weight.device))
 
 
 def set_packed(model: nn.Module, packed: Mapping[str, Packed], device: torch.device = CPU) -> None:

@@ -37,6 +37,18 @@ def test_random_weights_are_repeatable_tied_and_sane(tiny_config):
     assert torch.equal(first.model.rotary_emb.inv_freq, LlamaForCausalLM(tiny_config).model.rotary_emb.inv_freq)
 
 
+def test_layers_of_four_bits(tiny_config):
+    sizes = {"hidden_size": 256, "intermediate_size": 512}
+    config = type(tiny_config).from_dict(tiny_config.to_dict() | sizes | {"head_dim": 64})
+    base = random_base(config, None, CPU, packed=True)
+    assert base.packed and base.dtype == torch.bfloat16
+    first, second = (layer.mlp.gate_proj.packed for layer in base.model.model.layers[:2])
+    assert torch.equal(first.parts, second.parts) and first.parts.data_ptr() != second.parts.data_ptr()
+    assert base.logits(base.hidden_states(torch.arange(9)[None])).isfinite().all()
+    with pytest.raises(ValueError, match="blocks of Q4_K have 256"):
+        random_base(tiny_config, None, CPU, packed=True)
+
+
 def test_both_sides_of_a_comparison_have_the_same_weights(tiny_config):
     base = random_base(tiny_config, torch.float32, CPU)
     theirs = random_model(tiny_config, torch.float32, CPU)
