@@ -98,6 +98,7 @@ def expand(weight: PackedWeight, indices: Tensor | None = None, dtype: torch.dty
 def product(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
     """``x @ weight.T + bias`` for bfloat16 x [..., I]."""
     rows = x.reshape(-1, x.shape[-1])
+    rows = rows if rows.stride(1) == 1 else rows.contiguous()
     out = rows.new_empty(len(rows), weight.outputs)
     if len(rows) > MOST_ROWS:
         step = max(PANEL, EXPANDED // weight.inputs // PANEL * PANEL)

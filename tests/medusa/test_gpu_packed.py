@@ -100,6 +100,7 @@ def test_groups_with_zero_points_and_inputs_that_do_not_fill_a_chunk(bits, group
     poisoned = torch.full((3, 700), torch.nan, device=DEVICE).bfloat16()
     poisoned[:, :576] = torch.randn(3, 576)
     check_product(weight, whole, 3, x=poisoned[:, :576])  # rows by stride; what stands behind them is not read
+    check_product(weight, whole, 3, x=poisoned[:, :576].T.contiguous().T)
 
 
 def test_few_programs_share_the_inputs_and_many_do_not(monkeypatch):
