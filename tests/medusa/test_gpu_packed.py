@@ -246,9 +246,7 @@ def test_checkpoints_of_groups_stay_packed(case, checkpoint, load):  # noqa: F81
     assert base.packed and base.dtype == torch.bfloat16
     expanded = BaseModel.load(directory, torch.bfloat16, "cpu")
     same_logits(base, expanded)
-    base = fuse(choose_decoding(base))
-    layer = base._fused._layers[1]
-    assert base.fused and layer.heads.weight is layer.heads.weight.part(0, 512).whole
+    layer = base.with_fused_pass()._fused._layers[1]
     moved = base.model.model.layers[1].self_attn.k_proj.packed
     assert moved.whole is layer.heads.weight
     assert base.with_fused_pass()._fused._layers[1].heads.weight is layer.heads.weight  # joined once
@@ -258,7 +256,7 @@ def test_checkpoints_of_groups_stay_packed(case, checkpoint, load):  # noqa: F81
 
 
 def test_only_the_usual_linear_layers_are_joined(file, load):
-    base = choose_decoding(load(file))
+    base = load(file)
     base.model.model.layers[0].mlp.down_proj = nn.Sequential(base.model.model.layers[0].mlp.down_proj)
     with pytest.raises((UnusualBlockError, AttributeError)):
         base.with_fused_pass()
