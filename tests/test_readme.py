@@ -6,6 +6,7 @@ import re
 import shlex
 import subprocess
 import tomllib
+from fnmatch import fnmatchcase
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -92,8 +93,22 @@ def anchors(text):
     return {re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", title).strip().lower()) for title in titles}
 
 
+@functools.cache
+def file_names():
+    """Names of all files of the repository; hidden folders hold those of others."""
+    return {
+        path.name
+        for one in ROOT.iterdir()
+        if not (one.is_dir() and one.name.startswith("."))
+        for path in [one, *one.rglob("*")]
+    }
+
+
 def exists(pattern, base=ROOT):
-    return any(base.glob(str(pattern).rstrip("/")))
+    pattern = str(pattern).rstrip("/")
+    if pattern.startswith("**/"):
+        return any(fnmatchcase(name, pattern.removeprefix("**/")) for name in file_names())
+    return any(base.glob(pattern))
 
 
 @pytest.fixture(params=DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))

@@ -26,6 +26,7 @@ def words(tmp_path, base_directory, samples, heldout, monkeypatch):
     return ["--recipe", str(recipe), "--variants", str(tmp_path / "variants.yaml"), "--out", str(tmp_path / "out")]
 
 
+@pytest.mark.slow
 def test_variants_are_trained_once_and_compared(words, tmp_path, capsys):
     assert main(words) == 0
     report = json.loads((tmp_path / "out" / "report.json").read_text())

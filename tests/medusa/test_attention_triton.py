@@ -58,7 +58,7 @@ ATTENTION = ("llama", "gpt2", "gemma2", "gemma3_text", "gpt_oss", "deepseek_v3",
 
 
 OF_FAMILIES = " or ".join(f"triton-{family}" for family in ATTENTION)
-OF_BATCHES = "test_batch.py and not (many or probabilities or penalties)"
+OF_BATCHES = "test_batch.py and not (many or probabilities or penalties or large_trees)"
 INTERPRETED = {
     "a pass, losses and moves": ("test_gpu_pass.py test_gpu_losses.py test_gpu_moves.py", "test"),
     "packed weights": ("test_gpu_packed.py", "test"),

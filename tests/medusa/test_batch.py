@@ -115,14 +115,14 @@ def schedules(speaker, seeds):
 
 
 def test_requests_write_what_they_write_alone(speaker):
-    """Recording steps anew for each batch takes half a second on a CPU: fewer of them."""
-    schedules(speaker, range(SCHEDULES if speaker.graphs is None else 2))
+    """Recording steps anew for each batch takes half a second on a CPU: one of them, with little room."""
+    schedules(speaker, range(SCHEDULES) if speaker.graphs is None else [1])
 
 
 @pytest.mark.slow
 def test_many_schedules(speaker):
     """Here too fewer where steps are recorded."""
-    assert schedules(speaker, range(SCHEDULES, 40 if speaker.graphs is None else 20)) > 0
+    assert schedules(speaker, range(SCHEDULES, 40) if speaker.graphs is None else [0, *range(SCHEDULES, 20)]) > 0
 
 
 def test_long_prompts_do_not_hold_up_others(speaker):

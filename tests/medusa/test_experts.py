@@ -173,6 +173,7 @@ def test_mlps_beside_layers_of_experts_have_their_own_activation_and_size(activa
     torch.testing.assert_close(hidden, model.model(text).last_hidden_state[0], atol=2e-5, rtol=2e-5)
 
 
+@pytest.mark.slow
 @torch.inference_mode()
 def test_threads_that_come_late_do_not_take_the_next_layer_s_experts():
     torch.manual_seed(0)

@@ -72,13 +72,10 @@ def test_the_compiler_may_use_only_what_a_flavour_asks_of_processors(machine, fl
     assert used <= set(flavour.needs.replace("_", "").split())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("machine", "flavour"),
-    [
-        pytest.param(machine, each, marks=pytest.mark.slow if index else [], id=each.name)
-        for machine, those in flavours.FLAVOURS.items()
-        for index, each in enumerate(those)
-    ],
+    [pytest.param(machine, each, id=each.name) for machine, those in flavours.FLAVOURS.items() for each in those],
 )
 def test_each_flavour_compiles(machine, flavour):
     """On any machine: few can execute all, and a fault in the others would show nowhere else."""

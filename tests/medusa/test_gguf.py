@@ -161,7 +161,7 @@ def hub(tmp_path, monkeypatch):
     return online
 
 
-@pytest.mark.parametrize("kind", ["Q4_1", "Q8_0", "F16"])
+@pytest.mark.parametrize("kind", ["Q4_1", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("Q8_0", "F16"))])
 @pytest.mark.parametrize(("family", "first"), [("qwen35", 28), ("qwen35moe", 74), ("lfm2", 78)])
 def test_hybrid_models(family, first, kind, tokenizer, tmp_path, monkeypatch, caplog):
     """Numbers are those that transformers computes in float32, rounded once; in 16 bits it rounds more often."""

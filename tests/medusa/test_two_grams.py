@@ -128,7 +128,7 @@ def drafters(base, heads):
         ("sampling", "best"),
         ("speculative", "drawn"),
         ("speculative", "looked up and drawn"),
-        ("speculative", "two models' draws"),
+        pytest.param("speculative", "two models' draws", marks=pytest.mark.slow),
         ("speculative", "a model's draws and the best of heads"),
     ],
 )

@@ -42,11 +42,10 @@ template <int BYTES> struct alignas(16) Whole {
 template <class W> static inline vi add_signed(vi sum, W weights, vi four);
 
 // Adds products of unsigned bytes and four signed ones, each to its lane. Where no instruction adds up all four, sums are
-// SHORT: of pairs, in 16 bits. Eight products of weights of 4 bits fit, four of 5 bits, two of 6, and none of 8. FAST: such
-// products of numbers of two bytes take less time than those of floats.
+// SHORT: of pairs, in 16 bits. Eight products of weights of 4 bits fit, four of 5 bits, two of 6, and none of 8.
 #if defined(__AVX512VNNI__) || (defined(__AVXVNNI__) && !defined(__AVX512F__))
 #define VNNI " and VNNI"
-constexpr bool SHORT = false, FAST = true;
+constexpr bool SHORT = false;
 typedef vi Products;
 static inline Products meet(Products sum, vbytes weights, vi four) {
 #ifdef __AVX512VNNI__
@@ -58,7 +57,7 @@ static inline Products meet(Products sum, vbytes weights, vi four) {
 static inline vi whole(Products sum) { return sum; }
 #elif defined(__AVX512BW__) || (defined(__AVX2__) && !defined(__AVX512F__))
 #define VNNI ""
-constexpr bool SHORT = true, FAST = IN_PAIRS;
+constexpr bool SHORT = true;
 typedef vs Products;
 static inline Products meet(Products sum, vbytes weights, vi four) {
 #ifdef __AVX512BW__
@@ -86,7 +85,7 @@ template <class W> static inline vi add_signed(vi sum, W weights, vi four) {
 }
 #else
 #define VNNI ""
-constexpr bool SHORT = false, FAST = false;
+constexpr bool SHORT = false;
 typedef vi Products;
 static inline Products meet(Products sum, vbytes weights, vi four) {
     for (int c = 0; c < 32; c += 8) sum += (vi(weights) >> c & 255) * (four << (24 - c) >> 24);

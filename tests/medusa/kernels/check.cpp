@@ -95,11 +95,6 @@ static void check_lanes(const Linear& packed, const std::vector<bf16>& weight, c
     REQUIRE(medusa_expand(2, &lanes, expanded.data()) == DONE && expanded == weight);
     const auto ours = [&](const Linear& at) { return [&](int threads, int64_t first, int64_t rows) { return outputs_of(at, x, threads, first, rows); }; };
     if (std::strncmp(medusa_flavour(), "AMX", 3)) check_lanes(lanes, exact, x, FAST ? 2 : 0, 0.004, 2e-6, ours(lanes));
-    check_lanes(lanes, exact, x, 0, 0.004, 2e-6, [&](int threads, int64_t first, int64_t rows) {  // without products of bytes
-        std::vector<bf16> out(rows * outputs);
-        whole_linear<bf16, Plain<bf16>>(threads, lanes, rows, x.data() + first * in, out.data());
-        return out;
-    });
     Linear dots = lanes;
     dots.packing = packed.packing + ROUNDED_ROWS;
     check_lanes(dots, exact, x, 1, 0.004, 2e-6, ours(dots));
