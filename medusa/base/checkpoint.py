@@ -154,7 +154,7 @@ def _stays_packed(path: str, device: torch.device) -> bool:
 
 def _stays_packed_on(gpu: torch.device, expanded: int) -> bool:
     """The same on a GPU, where checkpoints of groups (``expanded`` = 0) stay packed at any speed."""
-    if reason := objection(gpu):
+    if reason := objection(gpu) if gpu.type == "cuda" else "there are no kernels for them":
         logger.warning("weights are expanded and take more memory, since on %s %s", gpu, reason)
         return False
     if pays(gpu) or not 0 < expanded <= EXPANDED_SHARE * torch.cuda.mem_get_info(gpu)[1]:

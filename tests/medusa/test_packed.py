@@ -10,7 +10,7 @@ from gguf import GGMLQuantizationType, dequantize, quantize
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, LlamaConfig
 
 from medusa import BaseModel, HeadsConfig, MedusaModel, build_heads
-from medusa.base import gguf
+from medusa.base import checkpoint, gguf
 from medusa.base.names import resolve_base
 from medusa.budget.bound import step_work
 from medusa.budget.plan import in_words
@@ -220,6 +220,12 @@ def test_what_would_leave_little_room_stays_packed_on_any_processor(file, monkey
     with caplog.at_level(logging.INFO, "medusa"):
         assert BaseModel.load(file, device="cpu", pack=True).packed
     assert f"they would take {whole} of {2 * whole - 1} bytes" in caplog.text
+
+
+def test_accelerators_without_kernels_expand(caplog):
+    with caplog.at_level(logging.WARNING, "medusa"):
+        assert not checkpoint._stays_packed_on(torch.device("mps"), 0)
+    assert "since on mps there are no kernels for them" in caplog.text
 
 
 def test_int8_rounds_the_inputs_of_packed_layers_and_not_their_weights(file, pair):
