@@ -243,7 +243,9 @@ def handed_over(monkeypatch) -> set[str]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    "backend", [pytest.param(name, marks=pytest.mark.slow if name == "reference" else []) for name in BACKENDS]
+)
 @torch.inference_mode()
 def test_tree_logits_are_those_of_the_path_as_text(family, backend, handed_over):
     if backend == "triton" and os.environ.get("TRITON_INTERPRET") != "1":
