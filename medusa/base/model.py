@@ -126,8 +126,8 @@ class BaseModel:
             name: Directory, Hub id or "smollm2".
             dtype: Dtype of weights and computation; None = the checkpoint's, or the CPU's choice: ``choose_dtype``.
             device: None = the GPU if there is one, otherwise the CPU.
-            pack: Let our kernels compute the linear layers (decoding only, without gradients; no effect on a GPU, on
-                layers that transformers quantises, or on a base that is spread).
+            pack: Let our kernels compute the linear layers, on a GPU those whose weights stay packed (decoding only,
+                without gradients; no effect on layers that transformers quantises, or on a base that is spread).
             int8: LOSSY, for CPUs: multiply in 8 bits. Inputs of linear layers are rounded, and their weights if they
                 are not packed; an output layer with plain weights is not rounded.
             attention: A backend of ``medusa.attention``; "auto" = the first of triton and flash that works on a GPU,
