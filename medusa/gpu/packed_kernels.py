@@ -78,7 +78,7 @@ def _codes(codes, chunk, run: tl.constexpr, output, inside, total, RUNS: tl.cons
     return tl.load(place, mask=inside, other=0), tl.load(place + RUNS // 4 * total, mask=inside, other=0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "chunks", "each"])
 def product_kernel(
     x,  # [R, I] by stride
     numbers,  # int32 [C, T, 32]
@@ -135,7 +135,7 @@ def product_kernel(
     tl.store(out + place, sums.to(out.dtype.element_ty), mask=inside[:, None] & there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "splits"])
 def sum_kernel(
     partial,  # float32 [splits, R, O]
     out,  # [R, O]
@@ -153,7 +153,7 @@ def sum_kernel(
     tl.store(out + row * outputs + column, sums.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["outputs"])
 def expand_kernel(
     indices,  # int64 [O]; read only with INDEXED
     numbers,  # as in product_kernel, and what follows

@@ -13,7 +13,7 @@ from transformers import LlamaConfig, PreTrainedModel
 
 triton = pytest.importorskip("triton")
 
-from medusa import BaseModel, MedusaModel  # noqa: E402
+from medusa import BaseModel, HeadsConfig, MedusaModel, build_heads  # noqa: E402
 from medusa.base import gguf, groupwise  # noqa: E402
 from medusa.base.usual_block import UnusualBlockError  # noqa: E402
 from medusa.cpu.gguf_types import KINDS  # noqa: E402
@@ -207,11 +207,11 @@ def test_texts_are_those_of_plain_decoding(file, load):
     assert base.fused and base.decoding == "tree"
     heads, gated = base._fused._layers[0].heads, base._fused._layers[0].gated
     assert [len(part.parts) for part in (heads, gated)] == [3, 2]  # of different types
-    drafted = MedusaModel(base, graph=False)
+    heads = build_heads(HeadsConfig(base.hidden_size, base.vocab_size, 2, base="", architecture="recurrent"))
+    heads.init_from_base(base.lm_head_weight)  # they share its output layer and its embeddings
+    drafted = MedusaModel(base, heads.to(base.device, base.dtype).eval(), graph=False)
     texts = [
-        drafted.generate(
-            [5, 6, 7, 5, 6], max_new_tokens=4, nodes=nodes, drafter="prompt-lookup", ignore_eos=True
-        ).tokens
+        drafted.generate([5, 6, 7, 5, 6], max_new_tokens=4, nodes=nodes, drafter="hybrid", ignore_eos=True).tokens
         for nodes in (1, 3)
     ]
     assert texts[0] == texts[1] and len(texts[0]) == 4
