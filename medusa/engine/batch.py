@@ -10,6 +10,8 @@ batch.remove(request)     a request leaves, and frees its blocks of the KV cache
 from collections.abc import Sequence
 from itertools import islice
 
+import torch
+
 from medusa.acceptance import BuiltRule, build_rule
 from medusa.base.context import context_note
 from medusa.base.model import BaseModel
@@ -22,7 +24,7 @@ from medusa.engine.graph import StepGraphs
 from medusa.engine.logprobs import LogprobReader
 from medusa.engine.mixed import compose
 from medusa.engine.output import CONTEXT, Completion, Piece
-from medusa.engine.prefill import Chunk, advance
+from medusa.engine.prefill import Chunk, advance, first_state
 from medusa.engine.request import Request
 from medusa.engine.scheduler import Scheduler
 from medusa.engine.silence import say_if_silent
@@ -245,15 +247,22 @@ class Batch:
         ending = [chunk for chunk in chunks if chunk.ends and chunk.request.active]
         if not ending:
             return
-        requests = [chunk.request for chunk in ending]
-        drafter, rule, reader, *_ = compose(requests, lambda _: PLAIN, self._base.device)
-        first = first_step(ending, drafter, rule, reader)
-        for request in requests:
-            if not request.output.tokens:
+        requests, states = list[Request](), list[DecodeState]()
+        if beginning := [chunk for chunk in ending if chunk.begins]:
+            new = [chunk.request for chunk in beginning]
+            drafter, rule, reader, *_ = compose(new, lambda _: PLAIN, self._base.device)
+            first = first_step(beginning, drafter, rule, reader)
+            for request in new:
                 request.completion.start_clock()
-        self._extend(requests, first.tokens, first.sizes, reader)
+            self._extend(new, first.tokens, first.sizes, reader)
+            requests, states = new, [first.state]
+        if resumed := [chunk for chunk in ending if not chunk.begins]:  # their next steps draft, as they would have
+            again = [chunk.request for chunk in resumed]
+            requests += again
+            states.append(first_state(again, torch.stack([chunk.hidden for chunk in resumed])))
         self._stop()
-        self._state = first.state if self._state is None else self._state.join(first.state)
+        for state in states:
+            self._state = state if self._state is None else self._state.join(state)
         self._decoding = self._decoding + requests
         for request in requests:  # not before: if a step fails, all requests are in one of both places
             self._scheduler.finish(request)

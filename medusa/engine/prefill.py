@@ -25,9 +25,10 @@ class Chunk:
         size: Number of tokens.
 
     Attributes:
-        ends: Whether this is the last chunk, so that the pass gives the first new token.
+        ends: Whether this is the last chunk.
+        begins: Whether it is the last chunk of a new request, whose first token the pass gives.
         hidden: [F] the base's hidden state at the last token of the chunk, after the pass.
-        logits: [V] the logits there, if the chunk is the last one.
+        logits: [V] the logits there, if the request begins.
     """
 
     hidden: Tensor
@@ -35,6 +36,7 @@ class Chunk:
 
     def __init__(self, request: Request, size: int) -> None:
         self.request, self.size, self.ends = request, size, size == request.missing
+        self.begins = self.ends and not request.resumed
 
     @cached_property
     def part(self) -> Part:
@@ -52,7 +54,7 @@ class Chunk:
         self.hidden = hidden_CF[-1]
         if self.request.unscored:
             self._score(base, hidden_CF, first)
-        known = self.size - self.ends  # the token after the last is not known yet
+        known = self.size - self.begins  # the token after the last is not known yet
         if sequence.observers and known:
             after = self.request.text[first + 1 : first + 1 + known]
             tell([sequence], hidden_CF[None, :known], torch.tensor([after], device=base.device), [known])
@@ -87,20 +89,20 @@ def take_chunks(base: BaseModel, hidden_RF: Tensor, drafted_RF: Tensor, chunks: 
     """
     for chunk, hidden_CF in zip(chunks, hidden_RF.split([chunk.size for chunk in chunks]), strict=True):
         chunk.take(base, hidden_CF)
-    ending = [chunk for chunk in chunks if chunk.ends]
-    rows = torch.cat([drafted_RF, *(chunk.hidden[None] for chunk in ending)])
+    beginning = [chunk for chunk in chunks if chunk.begins]
+    rows = torch.cat([drafted_RF, *(chunk.hidden[None] for chunk in beginning)])
     logits = base.logits(rows) if len(rows) else drafted_RF.new_empty(0, base.vocab_size)
-    for chunk, logits_V in zip(ending, logits[len(drafted_RF) :], strict=True):
+    for chunk, logits_V in zip(beginning, logits[len(drafted_RF) :], strict=True):
         chunk.logits = logits_V
     return logits[: len(drafted_RF)]
 
 
 def first_state(requests: Sequence[Request], hidden_BF: Tensor) -> DecodeState:
-    """The state of requests whose texts are computed up to the last token, which is the root.
+    """The state of requests whose last token is the root.
 
     Args:
         requests: The requests.
-        hidden_BF: Hidden states at the last tokens.
+        hidden_BF: Hidden states at the last tokens that were computed.
     """
     texts, device = [request.text for request in requests], hidden_BF.device
     width = max(map(len, texts)) + 1  # room for the next token

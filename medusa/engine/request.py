@@ -67,9 +67,14 @@ class Request:
         return self.sequence
 
     @property
+    def resumed(self) -> bool:
+        """Whether it has decoded before. Its last token is then a root, which its next step computes."""
+        return bool(self.output.tokens)
+
+    @property
     def missing(self) -> int:
         """Tokens of its text that must be computed before it can decode."""
-        return self.length - self.cached.length
+        return self.length - self.resumed - self.cached.length
 
     @property
     def unscored(self) -> bool:

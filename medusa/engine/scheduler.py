@@ -115,8 +115,8 @@ class Scheduler:
         held_up = list[Request]()
         while self._waiting and len(under_way) < (self._config.max_requests or len(under_way) + 1):
             request = min(self._waiting, key=lambda one: (one.priority, clients[one.client], one.number))
-            # The prefix cache may supply all but the last token, whose logits are needed.
-            text = [] if request.unscored else request.text[:-1]
+            # The prefix cache may supply all but the last token to compute, whose logits or hidden state are needed.
+            text = [] if request.unscored else request.text[: -1 - request.resumed]
             known = self.pool.known(text, request.observers)
             if self._computed_by_another(text, known):
                 held_up.append(request)

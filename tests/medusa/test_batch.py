@@ -119,6 +119,12 @@ def test_requests_write_what_they_write_alone(speaker):
     schedules(speaker, range(SCHEDULES) if speaker.graphs is None else [1])
 
 
+def test_a_request_that_lost_its_room_drafts_at_once_when_it_goes_on(speaker):
+    """Where text depends on drafts, a step without one would show: these schedules have such requests."""
+    if speaker.graphs is None:
+        assert schedules(speaker, [5101, 5335]) > 0
+
+
 @pytest.mark.slow
 def test_many_schedules(speaker):
     """Here too fewer where steps are recorded."""
